@@ -342,7 +342,6 @@ class _Rows:
         return max(end or self._ids.shape[1] for end in self._ends)
 
     def output(self) -> Any:
-        """As ``generate`` returns it."""
         longest = max(end or length for end, length in zip(self._ends, self._lengths, strict=True))
         ids = self._ids[:, :longest].clone()
         if not self._config.return_dict_in_generate:

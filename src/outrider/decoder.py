@@ -321,7 +321,6 @@ class Decoder(GenerationCalls):
         return k if self.drafter.most_drafted is None else min(k, self.drafter.most_drafted)
 
     def _with(self, num_draft_tokens: NumDraftTokens | None, acceptance: str | None) -> Decoder:
-        """The decoder of a call with a K or a rule of its own."""
         given = {"num_draft_tokens": num_draft_tokens, "acceptance": acceptance}
         own: Any = {name: value for name, value in given.items() if value is not None}
         return replace(self, **own) if own else self
@@ -346,7 +345,6 @@ class Decoder(GenerationCalls):
         *,
         is_repeatable: bool = True,
     ) -> list[RequestState]:
-        """``n`` requests for each prompt."""
         check_n(n)
         changes, prompts = dict(options), list(prompts_of(given))
         reports_drafts = changes.pop("reports_drafts", False)

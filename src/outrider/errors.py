@@ -73,7 +73,6 @@ class PromptError(UsageError):
 
     @classmethod
     def empty(cls) -> PromptError:
-        """The error for a prompt without a token."""
         return cls("the prompt is empty: give at least one token of text to start from")
 
 

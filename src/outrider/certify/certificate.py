@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from outrider.certify.divergence import GreedyReport
 from outrider.certify.evidence import Finding
@@ -16,8 +16,7 @@ from outrider.certify.exact import ExactReport
 NEGLIGIBLE_TV = 0.005  # total variation: smaller deviations need not be detectable
 
 
-@dataclass(frozen=True, slots=True)
-class Dependence:
+class Dependence(NamedTuple):
     """Test of dependence between pairs of tokens of one kind.
 
     Attributes:
@@ -82,7 +81,6 @@ class StatisticalReport:
 
     @property
     def is_enough(self) -> bool:
-        """Whether the tokens suffice for a verdict."""
         if self.detectable is None:
             return self.wanted is None and 1 - self.alpha < NEGLIGIBLE_TV
         return self.wanted is None or self.detectable <= self.wanted

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -72,29 +73,25 @@ def _make_position_noise(seeds: Tensor, round_starts: Tensor, k: int, vocab_size
     return RoundUniforms.of(draft[:, :k], accept[:, :k], by_offset[0].next)
 
 
-class _Reused:
+def _reused(numbers: RoundUniforms) -> Any:
     """Noise whose every second round reuses the numbers of the previous one."""
+    last: Tensor | None = None
 
-    def __init__(self, numbers: RoundUniforms) -> None:
-        self.numbers = numbers
-        self.last: Tensor | None = None
+    def select(rows: Tensor, k: int) -> RoundUniforms:
+        nonlocal last
+        before, last = last, rows
+        if before is None or len(before) != len(rows):
+            return numbers.select(rows, k)
+        last = None
+        return numbers.select(before, k)
 
-    def select(self, rows: Tensor, k: int) -> RoundUniforms:
-        last, self.last = self.last, rows
-        if last is None or len(last) != len(rows):
-            return self.numbers.select(rows, k)
-        self.last = None
-        return self.numbers.select(last, k)
+    return SimpleNamespace(select=select)
 
 
-class _Neighbours:
+def _neighbours(numbers: RoundUniforms) -> Any:
     """Noise whose every second slot reuses the numbers of the previous slot."""
-
-    def __init__(self, numbers: RoundUniforms) -> None:
-        self.numbers = numbers
-
-    def select(self, rows: Tensor, k: int) -> RoundUniforms:
-        return self.numbers.select(rows[::2].repeat_interleave(2)[: len(rows)], k)
+    select = numbers.select
+    return SimpleNamespace(select=lambda rows, k: select(rows[::2].repeat_interleave(2)[: len(rows)], k))
 
 
 def drop_unlikely(inner: Drafter, least_prob: float) -> Drafter:
@@ -155,8 +152,8 @@ REPLACE_LAST = _wrong("replace-last", verify=_replace_last)
 ARGMAX_DRAFTS = _wrong("argmax-drafts", draw=_draw_argmax)
 FILTERED_DRAFTS = _wrong("filtered-drafts", draw=_draw_filtered)
 BLOCK_BY_POSITION = dataclasses.replace(BLOCK, name="block-by-position", make_noise=_make_position_noise)
-REUSED = _wrong("reused", make_noise=_noise_of(_Reused))
-NEIGHBOUR = _wrong("neighbour", make_noise=_noise_of(_Neighbours))
+REUSED = _wrong("reused", make_noise=_noise_of(_reused))
+NEIGHBOUR = _wrong("neighbour", make_noise=_noise_of(_neighbours))
 WRONG_RULES = {
     rule.name: rule
     for rule in (ALL_OR_NOTHING, ACCEPT_ALL, RESEEDED, REPLACE_LAST, ARGMAX_DRAFTS, FILTERED_DRAFTS, BLOCK_BY_POSITION)

@@ -20,8 +20,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -140,8 +140,7 @@ def mean_wealth(log_wealths: Sequence[float], num_accounts: int) -> float:
     return float(np.logaddexp.reduce([*log_wealths, *idle])) - math.log(num_accounts)
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
+class Finding(NamedTuple):
     """The result of one test.
 
     Attributes:
@@ -173,13 +172,12 @@ def holm(tests: Sequence[Finding], level: float) -> list[Finding]:
     p, each is compared with the level over the number of tests left, until one raises no alarm."""
     results, is_open = list(tests), True
     for place, i in enumerate(sorted(range(len(tests)), key=lambda i: tests[i].p)):
-        results[i] = replace(tests[i], threshold=level / (len(tests) - place) if is_open else 0.0)
+        results[i] = tests[i]._replace(threshold=level / (len(tests) - place) if is_open else 0.0)
         is_open = is_open and results[i].is_alarm
     return results
 
 
-@dataclass(frozen=True, slots=True)
-class Drift:
+class Drift(NamedTuple):
     """The moments of X if the tokens followed another distribution r, for each token.
 
     Attributes:

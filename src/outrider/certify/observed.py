@@ -174,7 +174,6 @@ def observe(
 
 
 def join(parts: Sequence[ObservedTokens]) -> ObservedTokens:
-    """Concatenate, in order."""
     return ObservedTokens({name: np.concatenate([part[name] for part in parts]) for name in parts[0].columns})
 
 

@@ -96,7 +96,6 @@ class CertifyTask:
         return self.sampling.without_masks().with_ends(self.decoder.eos_ids)
 
     def new_constraint(self, prompt_ids: Sequence[int]) -> Constraint | None:
-        """Constraint of a new sequence."""
         decoder, vocab_size = self.decoder, self.decoder.target.vocab_size
         return constraint_of(self.sampling, decoder.tokenizer, vocab_size, decoder.eos_ids, prompt_ids)
 
@@ -227,7 +226,6 @@ class Pilot:
     seconds: float
 
     def num_tokens_for(self, budget_s: float) -> int:
-        """Number of tokens to test within about this time."""
         return max(LEAST_NUM_TOKENS, int(_BUDGET_SHARE * budget_s / self.seconds))
 
     def num_tokens_to_detect(self, distance: float, level: float) -> int:
@@ -251,7 +249,6 @@ class Pilot:
 
 
 def run_pilot(job: CertifyTask) -> Pilot:
-    """Run the pilot."""
     # Warm up; if steps are captured for each size, with a whole batch, whose rows end one after the other. (Other
     # prompts may need further sizes, which makes the sample smaller.)
     first = _PILOT_TEXTS + (job.batch_size if job.decoder.target.execution.is_prepared else 1)
@@ -289,7 +286,6 @@ def run_checks(job: CertifyTask, pilot: Pilot) -> Checks:
 
 
 def _plain(job: CertifyTask) -> list[list[int]]:
-    """Output of plain decoding for all prompts."""
     requests = [job.request(index) for index in range(len(job.prompts))]
     return plain_texts(job.decoder.target, RULES[job.decoder.acceptance], requests, job.batch_size)
 

@@ -27,7 +27,6 @@ _OWN = "limits", "draft_ends", "seeds"
 
 
 def final_length(target: LM, request: Request) -> int:
-    """The most tokens of a request, prompt included."""
     num_given = len(request.prompt_ids) - request.num_resumed
     return min(num_given + request.sampling.max_new_tokens, target.context_len)
 
@@ -209,7 +208,6 @@ class Batch:
         self.seeds[slot] = row.request.sampling.seed or 0
 
     def start(self, row: Row) -> None:
-        """Activate a row whose prefill is complete."""
         slot, sampling, constant_k = row.slot, row.request.sampling, row.request.num_draft_tokens
         self.rows[slot] = row
         self.limits[slot], self.draft_ends[slot] = row.limit, row.draft_end
@@ -222,13 +220,11 @@ class Batch:
         self._note_change()
 
     def release(self, slot: int) -> None:
-        """Deactivate the slot of a row that has ended."""
         self.rows[slot] = None
         self.limits[slot] = self.draft_ends[slot] = 0
         self._note_change()
 
     def move(self, source: int, slot: int) -> None:
-        """Move a row to a free slot."""
         row = self.rows[source]
         assert row is not None and self.rows[slot] is None
         self.rows[slot], row.slot = row, slot

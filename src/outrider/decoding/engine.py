@@ -137,7 +137,6 @@ class Engine:
 
     @property
     def waiting(self) -> list[int]:
-        """Indices of the requests without a slot."""
         return self._scheduler.waiting
 
     def step(self) -> Round | None:
@@ -249,7 +248,6 @@ class Engine:
         self._scheduler.release(row)
 
     def _join(self) -> None:
-        """Give free slots to the rows whose turn it is."""
         while True:
             if self._slots.num_used == 0 and self._scheduler.has_waiting:
                 self._batch.reset_options()
@@ -276,7 +274,6 @@ class Engine:
         self._runner.assign(slot, source, num_tokens)
 
     def _move_down(self) -> None:
-        """Move a row that alone keeps the batch wider than necessary to a lower free slot."""
         height, num_used, round_rows = self._slots.height, self._slots.num_used, self._target.execution.round_rows
         others = max((row.slot + 1 for row in self._rows_with_slots() if row.slot + 1 < height), default=0)
         is_high = height > num_used and round_rows(max(others, num_used)) < round_rows(height)

@@ -71,7 +71,6 @@ def copies_for_host(rows: SlotRows, draft: Draft, result: VerifyResult, *, copy:
 
 
 def _to_host(tensor: Tensor, *, copy: bool = False) -> Tensor:
-    """Copy on the host, filled when the device has done the work queued before the copy."""
     if tensor.device.type == "cpu":
         return tensor.clone() if copy else tensor
     return tensor.to("cpu", non_blocking=tensor.is_cuda)
@@ -85,7 +84,6 @@ class Logprobs(NamedTuple):
     top_ids: Tensor
 
     def of(self, b: int, num_tokens: int, num_top: int) -> tuple[TokenLogprob, ...]:
-        """Log-probabilities of the first tokens of one row."""
         rows = zip(*(values[b, :num_tokens].tolist() for values in self), strict=True)
         return tuple(TokenLogprob(one, tuple(zip(ids[:num_top], top[:num_top], strict=True))) for one, top, ids in rows)
 
@@ -158,7 +156,6 @@ def failed(row: Row, error: OutriderError, num_cached: int = 0) -> RowRound:
 
 
 def _until_stop(row: Row, token_ids: list[int]) -> tuple[list[int], FinishReason | None]:
-    """The tokens up to the one that ends the row, if one does."""
     token_ids = token_ids[: row.limit - row.length]
     if row.request.stop is not None:
         for count, token_id in enumerate(token_ids, start=1):

@@ -152,7 +152,6 @@ class _Chain:
         self._tried, self._grown = [0.0] * most, [0.0] * most
 
     def learn(self, chains: Sequence[tuple[int, int]]) -> None:
-        """Learn the lengths of chains from a round, and their limits."""
         self._tried = [_MEMORY * num for num in self._tried]
         self._grown = [_MEMORY * num for num in self._grown]
         for length, limit in chains:
@@ -210,7 +209,6 @@ class _Load:
         self._widths.learn([(outcome.num_columns, most_wanted)])
 
     def learn_times(self, num_rows: int, k: int, seconds: Sequence[float]) -> None:
-        """Learn the times of rounds with k columns, from their median."""
         logs = [math.log(max(one, 1e-9)) for one in seconds]
         middle, num = median_low(logs), len(logs)
         if num > 1:
@@ -284,7 +282,6 @@ class Estimates:
             return self._choose(rows, num_rows)
 
     def _catch_up(self) -> None:
-        """Learn from the queued rounds."""
         outcomes = [self._outcomes.popleft() for _ in range(len(self._outcomes))]
         times: dict[tuple[int, int, int], list[float]] = {}
         for one in outcomes:

@@ -70,7 +70,6 @@ class Scheduler:
 
     @property
     def waiting(self) -> list[int]:
-        """Indices of the requests without a slot."""
         with self._lock:
             return [row.index for row in self._queue]
 
@@ -80,7 +79,6 @@ class Scheduler:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no request waits or has a slot."""
         return self.slots.num_used == 0 and not self.has_waiting
 
     def take_cancelled(self) -> set[int]:
@@ -142,7 +140,6 @@ class Scheduler:
             self.filling.remove(row)
 
     def release(self, row: Row) -> None:
-        """Free the slot of a row that has ended or was cancelled."""
         slot, row.slot, row.is_done = row.slot, -1, True
         with self._lock:
             if row in self.filling:
@@ -178,7 +175,6 @@ class _Slot:
 
     @property
     def held(self) -> Sequence[int]:
-        """The tokens that are in the target's cache for certain."""
         if self.row is None:
             return self.token_ids
         row = self.row
@@ -260,7 +256,6 @@ class Slots:
         return True
 
     def _num_shared(self, row: Row, held: Sequence[int], client: str) -> int:
-        """The length of the prefix that a row may share with tokens of a client."""
         prompt = _shareable(row)
         num = _num_shared(prompt, held)
         if client == row.client:
@@ -277,12 +272,10 @@ class Slots:
 
     @property
     def rows(self) -> list[Row]:
-        """Rows that have a slot."""
         return [one.row for one in self._slots if one.row is not None]
 
     @property
     def counts(self) -> Counter[str]:
-        """Numbers of slots in use, by client."""
         return Counter(row.client for row in self.rows)
 
     def release(self, slot: int) -> None:
@@ -313,5 +306,4 @@ def _shareable(row: Row) -> Sequence[int]:
 
 
 def _num_shared(a: Sequence[int], b: Sequence[int]) -> int:
-    """The length of the common prefix."""
     return sum(1 for _ in takewhile(bool, map(eq, a, b)))

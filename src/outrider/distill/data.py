@@ -101,7 +101,6 @@ def read_sequences(folder: Path, *, num_sequences: int, length: int) -> tuple[Te
 
 
 def _files(folder: Path, num_sequences: int) -> list[tuple[Path, range]]:
-    """Files, and the indices of the sequences in each."""
     begins = range(0, num_sequences, _FILE_SIZE)
     return [
         (folder / f"written-{begin:07d}.safetensors", range(begin, min(begin + _FILE_SIZE, num_sequences)))
@@ -110,7 +109,6 @@ def _files(folder: Path, num_sequences: int) -> list[tuple[Path, range]]:
 
 
 def _stored(path: Path, shape: tuple[int, int]) -> tuple[Tensor, Tensor] | None:
-    """Sequences of an earlier run, if complete and of the same shape."""
     try:
         tensors = load_file(path)
         part = tensors["ids"], tensors["num_given"]

@@ -206,7 +206,6 @@ def draft_config(target_config: Any, shape: Shape) -> Any:
 
 
 def head_size(config: Any) -> int:
-    """Size of a key vector."""
     size: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return size
 

@@ -233,12 +233,10 @@ class _Run:
 
     @property
     def spent(self) -> float:
-        """Fraction of the budget that is spent, from 0 to 1."""
         steps, seconds = self.recipe.num_steps, self.recipe.seconds or 1
         return min(1.0, self.seconds / seconds if steps is None else self.num_steps / steps)
 
     def is_over(self) -> bool:
-        """Whether the budget is spent, or alpha has stopped improving."""
         return self.spent >= 1.0 or self.num_idle >= self.recipe.patience
 
     def advance(self, loss: float, step_s: float) -> bool:
@@ -250,7 +248,6 @@ class _Run:
         return math.floor(before * _NUM_CHECKS) < math.floor(self.spent * _NUM_CHECKS)
 
     def check(self) -> None:
-        """Evaluate the draft, and keep its weights if they are the best."""
         student = self.student
         drafter = student.as_stored(self.output.name, self.save_dtype)
         student.module.eval()
@@ -318,7 +315,6 @@ class _Run:
 
 
 def _of_first(value: Any) -> Any:
-    """Broadcast the first process's value."""
     if PartialState().num_processes == 1:
         return value
     values = [value]

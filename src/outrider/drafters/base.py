@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -61,8 +61,7 @@ class Rows:
         return len(self.most_wanted)
 
 
-@dataclass(frozen=True, slots=True)
-class Prefill:
+class Prefill(NamedTuple):
     """A chunk of prompts, just fed to the target: columns ``starts`` to ``ends`` of adjacent slots.
 
     Attributes:
@@ -91,8 +90,7 @@ class Prefill:
         return torch.where(positions < ends[:, None], positions, -1)
 
 
-@dataclass(frozen=True, slots=True)
-class CommittedTokens:
+class CommittedTokens(NamedTuple):
     """The result of a round, in tensors of fixed shape, which are valid until the session drafts again.
 
     Attributes:
@@ -239,7 +237,6 @@ def q_sampling(drafter: Drafter, sampling: Sampling) -> Sampling:
 
 
 def empty_draft(rows: Rows) -> Draft:
-    """A draft without tokens."""
     return _empty_draft(len(rows), rows.ids.device)
 
 

@@ -81,7 +81,6 @@ class Corpus:
         corpus, num_bytes = self._reversed, len(wanted)
 
         def before(place: int) -> bytes:
-            """The tokens before a place, backwards."""
             return corpus[place * _WIDTH : place * _WIDTH + num_bytes]
 
         at = bisect_left(self._places, wanted, begin, end, key=before)

@@ -106,7 +106,6 @@ def feed_blocks(
 
 
 def _at_once(run: Any, head: LM, k: int, view_len: int, num_wanted: Tensor, *own: Any) -> LogitsAt:
-    """A forward for all tokens, whose logits may be corrected by the token before each one."""
     logits, slots = run(feed_blocks, (view_len, k), *own, num_wanted)
     correct = head.model.candidate_selector
 

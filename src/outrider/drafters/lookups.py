@@ -99,7 +99,6 @@ class SuffixSession(Session):
         ]
 
     def _best(self, index: SuffixIndex, k: int) -> tuple[float, list[int]]:
-        """The better one of the drafts from sequence and corpus."""
         found = self._likely(index.continuation(), k)
         if self._corpus is not None:
             other = self._likely(self._corpus.continuation(index.last_ids), k)
@@ -146,7 +145,6 @@ class SuffixIndex:
         return self._lengths[self._last]
 
     def extend(self, ids: Sequence[int]) -> None:
-        """Append tokens to the sequence."""
         for token in ids:
             self._count(token)
             self._append(token)
@@ -169,11 +167,9 @@ class SuffixIndex:
                 state = self._links[state]
 
     def _shortest(self, state: int) -> int:
-        """Length of its shortest string."""
         return self._lengths[self._links[state]] + 1
 
     def _count(self, token: int) -> None:
-        """Count the next token after each suffix."""
         num_followed, best, best_counts = self._num_followed, self._best, self._best_counts
         for state in self._suffixes:
             num_followed[state] += 1
@@ -185,7 +181,6 @@ class SuffixIndex:
                 best[state], best_counts[state] = token, count
 
     def _append(self, token: int) -> None:
-        """Add the states of the longer sequence."""
         following, links, lengths = self._next, self._links, self._lengths
         longest = self._suffixes[0] if self._suffixes else 0  # the state of the last MAX_MATCH + 1 tokens
         num_longest = min(self.num_tokens, MAX_MATCH + 1)
@@ -215,7 +210,6 @@ class SuffixIndex:
             longest = links[longest]
 
     def _add(self, following: dict[int, int], link: int, length: int, like: int | None = None) -> int:
-        """Add a state, with the counts of another one or none."""
         self._next.append(following)
         self._links.append(link)
         self._lengths.append(length)

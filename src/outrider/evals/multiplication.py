@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from scipy import stats as scipy_stats
 
@@ -37,8 +36,7 @@ def problems(num_prompts: int, seed: int) -> list[tuple[int, int]]:
     return [(generator.randint(1, 99), generator.randint(1, 99)) for _ in range(num_prompts)]
 
 
-@dataclass(frozen=True, slots=True)
-class SheetScore:
+class SheetScore(NamedTuple):
     """Result of one arm. ``is_solved`` has one entry per problem."""
 
     is_solved: tuple[bool, ...]

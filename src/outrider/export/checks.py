@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 from outrider.errors import OptionError, TokenizerMismatch, UnsupportedModel
 from outrider.models.heads.loading import check_runs, find_tensors, kind_of_head
@@ -16,8 +15,7 @@ from outrider.models.registry import ModelSpec
 from outrider.text.tokenizer import check_same_tokens
 
 
-@dataclass(frozen=True, slots=True)
-class DescribedModel:
+class DescribedModel(NamedTuple):
     """Model described by its files.
 
     Attributes:

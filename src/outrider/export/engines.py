@@ -9,9 +9,8 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from outrider.errors import FileError
 from outrider.export.checks import DescribedModel
@@ -37,8 +36,7 @@ RULES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Engine:
+class Engine(NamedTuple):
     """An inference engine.
 
     Attributes:
@@ -73,7 +71,6 @@ def _script(*lines: str) -> str:
 
 
 def _lines(values: Mapping[str, Any]) -> str:
-    """JSON with one entry per line."""
     entries = ",\n".join(f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in values.items())
     return f"{{\n{entries}\n}}\n"
 

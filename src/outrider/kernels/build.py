@@ -20,9 +20,9 @@ import time
 from collections.abc import Sequence, Set
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import NamedTuple
 
 from outrider.kernels.structures import HEADERS, layout_source
 
@@ -43,8 +43,7 @@ INSTALLED = _HERE / "installed"
 """Folder of the libraries that came with the wheel, or of the one that was compiled when the package was installed."""
 
 
-@dataclass(frozen=True, slots=True)
-class Level:
+class Level(NamedTuple):
     """Set of instructions."""
 
     name: str  # of the library

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,8 +30,7 @@ _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _KEPT = (_aten.detach.default, _aten.alias.default, _aten.clone.default)
 
 
-@dataclass(frozen=True, slots=True)
-class ExpertLayout:
+class ExpertLayout(NamedTuple):
     """Matrices of experts in one tensor."""
 
     number: int  # E
@@ -116,7 +115,6 @@ class NarrowWeight(Tensor):
         return separate(self.stored, rows, self.blocks.number, self.shape[1], torch.get_num_threads())
 
     def wide(self) -> Tensor:
-        """Plain copy in the wider type."""
         if self.blocks is not None:
             wide = self._rows(torch.arange(len(self.stored), device=self.device))
         else:
@@ -198,7 +196,6 @@ def without_rounding(model: nn.Module) -> Iterator[None]:
 
 
 def _widen(argument: Any) -> Any:
-    """The argument of an operation with plain tensors, also in lists."""
     if isinstance(argument, list | tuple):
         return [_widen(one) for one in argument]
     return argument.wide() if isinstance(argument, NarrowWeight) else argument

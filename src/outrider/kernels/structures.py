@@ -22,7 +22,6 @@ _FIELD = re.compile(r"(\w+)(?:\[(\d+)\])?(?:,|$)")
 
 @cache
 def native() -> Any:
-    """The structures, as attributes."""
     known: dict[str, Any] = {}
     texts = {path.name: re.sub("//.*", "", path.read_text(encoding="utf-8")) for path in HEADERS}
     for header, names in _NEEDED.items():

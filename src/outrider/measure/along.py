@@ -19,7 +19,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import repeat
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,7 +31,7 @@ from outrider.errors import PromptError
 from outrider.measure.intervals import bounded_mean
 from outrider.measure.teacher_forcing import ForcedTokens, Text, force
 from outrider.options import Sampling
-from outrider.records import Constraint, Draft, FinishReason, Interval, Request, Verdict
+from outrider.records import Constraint, Draft, Interval, Request, Verdict
 from outrider.runtime.lm import LM
 from outrider.sampling.history import NO_HISTORY
 from outrider.sampling.probs import Probs, Settings, full, normalise
@@ -39,8 +40,7 @@ from outrider.sampling.rules import REJECTION, Rule
 _PLAIN = Sampling()
 
 
-@dataclass(frozen=True, slots=True)
-class Places:
+class Places(NamedTuple):
     """M places of texts at which a round begins.
 
     Attributes:
@@ -225,15 +225,9 @@ def forcing_rule(
     return Rule("forcing", lambda seeds, starts, k, vocab_size: GivenTokens(table, seeds, starts), draw, verify)
 
 
-class _End:
-    """Ends a row after some tokens."""
-
-    def __init__(self, num_tokens: int) -> None:
-        self._num_left = num_tokens
-
-    def push(self, token_id: int) -> FinishReason | None:
-        self._num_left -= 1
-        return None if self._num_left else "stop"
+def _end_after(num_tokens: int) -> Any:
+    reasons = iter([*[None] * (num_tokens - 1), "stop"])
+    return SimpleNamespace(push=lambda token_id: next(reasons))
 
 
 @torch.inference_mode()
@@ -272,7 +266,7 @@ def force_drafts(
         Request(
             text.ids[: text.num_given],
             replace(sampling, seed=i),
-            _End(len(text.ids) - text.num_given),
+            _end_after(len(text.ids) - text.num_given),
             num_resumed=text.num_given - (text.num_prompt or text.num_given),
             constraint=None if constraints is None else constraints[i],
         )

@@ -50,7 +50,6 @@ def arms_by_k(decoder: Decoder, draft: str, ks: Sequence[NumDraftTokens]) -> lis
 
 
 def names_of_drafts(arms: Sequence[Arm]) -> list[str]:
-    """Names of the drafts, each once."""
     return list(dict.fromkeys(arm.draft for arm in arms if arm.draft is not None))
 
 

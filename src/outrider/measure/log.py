@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from outrider.decoder import Decoder
 from outrider.errors import FileError, OptionError, OutriderError
@@ -107,8 +107,7 @@ class Header:
         return cls(model["name"], Sampling(**options), probs, *sizes, whole_ids(model["eos_ids"]), model["tokenizer"])
 
 
-@dataclass(frozen=True, slots=True)
-class Log:
+class Log(NamedTuple):
     """A log that was read.
 
     Attributes:
@@ -196,7 +195,6 @@ def _record(where: str, row: Mapping[str, Any], header: Header) -> Record:
 
 
 def model_json(decoder: Decoder) -> dict[str, Any]:
-    """Fields about the target, for a line of a log."""
     return {
         "name": decoder.target.name,
         "vocab_size": decoder.target.vocab_size,

@@ -118,7 +118,6 @@ class RoundDistribution:
         return cls(np.where(counts <= drafted, exactly, 0.0), num_drafted)
 
     def expected(self) -> Stats:
-        """Expected counts of rounds."""
         n, width = self.probs.shape
         begins = np.zeros(n + width)  # u; beyond n: truncated rounds
         begins[0] = 1.0

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -48,8 +49,7 @@ def _average_of(lms: Sequence[LM]) -> Callable[[Sequence[float]], float]:
     return statistics.fmean if any(lm.has_states for lm in lms) else statistics.median
 
 
-@dataclass(frozen=True, slots=True)
-class CostArm:
+class CostArm(NamedTuple):
     """A pair and the K at which its rounds are timed. K = 0 is plain decoding.
 
     Attributes:
@@ -63,7 +63,6 @@ class CostArm:
 
 
 def tokens_needed(most_k: int) -> int:
-    """The most tokens that the timed rounds may add to a row."""
     return (1 + _NUM_ROUNDS) * (most_k + 1)
 
 
@@ -128,8 +127,7 @@ def _padded_draft(rows: Rows, k: int, draft: Draft) -> Draft:
     return Draft(ids=rows.last_ids[:, 1:].expand(-1, k), probs=None, num_drafted=rows.num_wanted)
 
 
-@dataclass(frozen=True, slots=True)
-class RoundCost:
+class RoundCost(NamedTuple):
     """Median seconds of the timed rounds of a draft and K. ``round_s`` is the median of the sum, not the sum of the
     medians. (For models with states: means, see ``_average_of``.)"""
 
@@ -256,7 +254,7 @@ def choices(costs: Costs, counts: Mapping[tuple[str, int], Sequence[Stats]]) -> 
                 tokens_per_s=costs.num_rows * sum(tokens) / sum(seconds),
                 if_free=paired_ratio(plain_s, free_s).value,
                 if_agreeing=paired_ratio(plain_s, agreeing_s).value,
-                **{f"{name.removesuffix('_s')}_ms": 1e3 * s for name, s in asdict(costs.rounds[draft, k]).items()},
+                **{f"{name.removesuffix('_s')}_ms": 1e3 * s for name, s in costs.rounds[draft, k]._asdict().items()},
             )
         )
     return sorted(found, key=lambda one: (-one.speed_up.value, one.k))

@@ -11,9 +11,8 @@ This module does not know where the rounds come from.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 from outrider.measure.intervals import bounded_mean
 from outrider.records import Interval, Stats, add_counts
@@ -82,12 +81,10 @@ def _most_drafted(stats: Stats) -> int:
 
 
 def _tail_sums(values: Sequence[float]) -> list[float]:
-    """Sums of the values from each index on."""
     return list(accumulate(reversed(values)))[::-1]
 
 
-@dataclass(frozen=True, slots=True)
-class Prediction:
+class Prediction(NamedTuple):
     """The prediction for K drafted tokens per round.
 
     Attributes:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -167,8 +166,7 @@ def without_weights(config: Any) -> Any:
         return skeleton(config, torch.float32)
 
 
-@dataclass(frozen=True, slots=True)
-class StoredWeights:
+class StoredWeights(NamedTuple):
     """Weights of a checkpoint by their names in the model; large matrices stay as they are stored.
 
     Attributes:

@@ -35,7 +35,7 @@ def choose_execution(lm: LM, name: str = "auto", *, is_known: bool = False) -> L
     is_on_cuda = lm.device.type == "cuda"
     if name == "captured" and not is_on_cuda:
         raise OptionError("execution", name, f"CUDA graphs need a CUDA device, and {lm.name} is on {lm.device}")
-    if name == "captured" and lm.is_shared:
+    if name == "captured" and lm.num_shares > 1:
         raise OptionError("execution", name, f"{lm.name} is shared by {lm.num_shares} processes: leave it out")
     if name == "native" or name == "auto" and not is_on_cuda:
         try:

@@ -36,7 +36,7 @@ def with_few_tokens(lm: LM, token_ids: Tensor, quantization: str | None = None) 
     Raises:
         UnsupportedModel: rows of its LM head cannot be taken, or it knows none of these tokens.
     """
-    if lm.is_shared:
+    if lm.num_shares > 1:
         raise UnsupportedModel(f"{lm.name} is shared by {lm.num_shares} processes: leave out vocab=")
     rows = _rows_in_model(lm, token_ids) if lm.token_ids is None else _rows_among(lm.token_ids, token_ids)
     is_known = rows >= 0

@@ -16,30 +16,12 @@ from torch import nn
 
 from outrider.errors import DeviceError, ModelCorrupt, OptionError, TokenizerMismatch, UnsupportedModel
 from outrider.kernels.narrow_weight import NarrowWeight
-from outrider.models.cpu_weights import (
-    StoredWeights,
-    has_kernel,
-    kept_type,
-    large_weights,
-    narrow_weights,
-    widen_weights,
-)
+from outrider.models import cpu_weights, quantize
 from outrider.models.executions import choose_execution
 from outrider.models.kinds import auto_class, building, check_kind, check_missing, check_unpickled
 from outrider.models.memory import check_fits, skeleton, stored_bytes, weights_bytes
 from outrider.models.notes import has_notes, notes_name, read_notes, reopen, write_notes
 from outrider.models.placement import DTYPES, check_shares, device_map_of, max_memory_of, num_shares, pick_device
-from outrider.models.quantize import (
-    check_quantization,
-    method_of,
-    num_digits_of,
-    picks_outliers,
-    plain_config,
-    quantization_config,
-    require_quantizer,
-    round_to_groups,
-    without_outliers,
-)
 from outrider.models.reading import (
     generation_config_of,
     held_file,
@@ -54,7 +36,7 @@ from outrider.runtime.lm import LM
 from outrider.runtime.media import takes_images
 from outrider.runtime.stand_in import StandIn
 from outrider.runtime.weight_tensors import move_weights
-from outrider.system.ranks import current_ranks
+from outrider.system.ranks import current_ranks, together
 from outrider.text.tokenizer import has_token, vocab_size
 
 _LOG = logging.getLogger(__name__)
@@ -81,7 +63,6 @@ class Checkpoint:
 
     @property
     def eos_ids(self) -> frozenset[int]:
-        """Tokens that end a sequence."""
         for owner in (getattr(self.model, "generation_config", None), self.model.config, self.tokenizer):
             ids = getattr(owner, "eos_token_id", None)
             if ids is not None:
@@ -163,19 +144,18 @@ class _Job:
 
     @property
     def is_native(self) -> bool:
-        """Whether the native engine may run the model with its own numbers."""
         is_eager = self.placed.execution == "eager" or self.quantization != "none" or not self.is_float32_on_cpu
-        return not is_eager and has_kernel(replace(self.placed, store=None))
+        return not is_eager and cpu_weights.has_kernel(replace(self.placed, store=None))
 
 
 def _loader(job: _Job, config: Any) -> tuple[int, Callable[[], Any]]:
     """Bytes of a model's weights, and the way to load them; or the reason why there is none."""
     spec, placed, name = job.spec, job.placed, job.name
-    method = "gguf" if spec.gguf else method_of(config)
+    method = "gguf" if spec.gguf else quantize.method_of(config)
     if not placed.allow_pickle:
         check_unpickled(spec, config)
-    check_quantization(name, placed.quantization or "none", method)
-    without_outliers(config)
+    quantize.check_quantization(name, placed.quantization or "none", method)
+    quantize.without_outliers(config)
     if job.num_shares > 1:
         check_shares(name, job.num_shares, placed, job.device, config, method)
     if job.quantization == "int4" and not job.is_float32_on_cpu:
@@ -185,45 +165,53 @@ def _loader(job: _Job, config: Any) -> tuple[int, Callable[[], Any]]:
     if method in (None, "gguf"):
         bare = _skeleton(job, config)
         if job.is_alone and job.quantization in ("none", "int8", "int4"):
-            kept = kept_type(spec, placed, job.device, bare, config.dtype or torch.float32)
+            kept = cpu_weights.kept_type(spec, placed, job.device, bare, config.dtype or torch.float32)
         if kept is not None and spec.gguf is not None and job.quantization == "none":
             from outrider.models.gguf.checkpoint import gguf_weights
 
-            weights = gguf_weights(spec, bare, large_weights(bare), num_digits_of(placed.quantization))
+            weights = gguf_weights(
+                spec, bare, cpu_weights.large_weights(bare), quantize.num_digits_of(placed.quantization)
+            )
     if placed.quantization in ARITHMETICS and (weights is None or not weights.has_blocks):
         remedy = f"{name} is not multiplied in its blocks here: leave it out"
         raise OptionError("quantization", placed.quantization, remedy)
     if weights is not None and weights.kept:
         num_bytes = weights_bytes(bare) - weights.num_bytes_saved(bare)
         return num_bytes, partial(_load_stored, spec, config, weights)
-    require_quantizer(name, job.quantization, method)
+    quantize.require_quantizer(name, job.quantization, method)
     if bare is None:
         return stored_bytes(spec), partial(_load_by_transformers, job, config)
     if kept is not None:
-        narrow_weights(bare, kept)
-    is_widened = job.quantization == "int4" and not has_kernel(placed)
+        cpu_weights.narrow_weights(bare, kept)
+    is_widened = job.quantization == "int4" and not cpu_weights.has_kernel(placed)
     num_bytes = weights_bytes(bare, "none" if is_widened else job.quantization, job.num_shares)
     if job.num_shares > 1:
-        return num_bytes, partial(current_ranks().share, _load_share, job, config)
+        return num_bytes, partial(current_ranks().call, _load_share, (job, config, torch.get_num_threads()))
     return num_bytes, partial(_load_by_transformers, job, config, bare, keeps=kept is not None)
 
 
 def _skeleton(job: _Job, config: Any) -> Any:
     dtype = job.dtype or config.get_text_config(decoder=True).dtype or torch.bfloat16  # as most are stored
     with torch.device("meta"):
-        return skeleton(plain_config(config), dtype)
+        return skeleton(quantize.plain_config(config), dtype)
 
 
-def _load_share(job: _Job, config: Any) -> Any:
-    with reading(job.spec, "model", config):
-        return _load_by_transformers(job, config, _skeleton(job, config))
+def _load_share(job: _Job, config: Any, num_threads: int) -> Any:
+    def load() -> Any:
+        with reading(job.spec, "model", config):
+            return _load_by_transformers(job, config, _skeleton(job, config))
+
+    torch.set_num_threads(num_threads)  # an option of the first process
+    model = together(load)
+    model.twin_key = None  # drawn when all have loaded theirs
+    return model
 
 
-def _load_stored(spec: ModelSpec, config: Any, weights: StoredWeights) -> Any:
-    model, missing = weights.load(plain_config(config))
+def _load_stored(spec: ModelSpec, config: Any, weights: cpu_weights.StoredWeights) -> Any:
+    model, missing = weights.load(quantize.plain_config(config))
     check_missing(spec.location, missing)
     model.generation_config = generation_config_of(spec) or model.generation_config
-    narrow_weights(model, torch.float32)
+    cpu_weights.narrow_weights(model, torch.float32)
     narrow = [one for one in model.parameters() if isinstance(one, NarrowWeight)]
     move_weights(model, [one for one in narrow if one.blocks is not None])  # blocks are there
     return model
@@ -233,7 +221,7 @@ def _load_by_transformers(job: _Job, config: Any, bare: Any | None = None, *, ke
     """Let Transformers load a model; then round int4, and keep large matrices in the checkpoint's type (or float32) if
     the loader ``keeps`` them. ``bare`` is the skeleton, None for checkpoints that are quantized."""
     spec = job.spec
-    kept = kept_type(spec, job.placed, job.device, bare) if keeps else None  # may download its files
+    kept = cpu_weights.kept_type(spec, job.placed, job.device, bare) if keeps else None  # may download its files
     how: dict[str, Any] = {"dtype": kept or job.dtype or "auto"}
     if job.num_shares > 1:
         from transformers.distributed import DistributedConfig
@@ -242,7 +230,7 @@ def _load_by_transformers(job: _Job, config: Any, bare: Any | None = None, *, ke
     else:
         how |= {"device_map": job.device_map or {"": job.device}, "max_memory": job.limits}
     if bare is not None and job.quantization not in ("none", "int4"):
-        how["quantization_config"] = quantization_config(job.quantization, bare.dtype)
+        how["quantization_config"] = quantize.quantization_config(job.quantization, bare.dtype)
     how["use_safetensors"] = None if job.placed.allow_pickle else True
     model = _from_pretrained(job.name, spec, config, how)
     on_disk = sorted(part for part, place in getattr(model, "hf_device_map", {}).items() if place == "disk")
@@ -252,12 +240,12 @@ def _load_by_transformers(job: _Job, config: Any, bare: Any | None = None, *, ke
             "the first: raise --max-memory, or choose fewer bits with --quantize"
         )
     if kept is not None:
-        model = model if kept == job.dtype else widen_weights(model, config)
-        narrow_weights(model, kept)
+        model = model if kept == job.dtype else cpu_weights.widen_weights(model, config)
+        cpu_weights.narrow_weights(model, kept)
     elif job.is_native and bare is not None:
-        narrow_weights(model, torch.float32, only_by_columns=True)
+        cpu_weights.narrow_weights(model, torch.float32, only_by_columns=True)
     if job.quantization == "int4":
-        share = round_to_groups(model, keeps=has_kernel(job.placed))
+        share = quantize.round_to_groups(model, keeps=cpu_weights.has_kernel(job.placed))
     else:
         share = quantized_share(model)
     if job.quantization != "none":
@@ -279,7 +267,7 @@ def _from_pretrained(name: str, spec: ModelSpec, config: Any, how: Mapping[str, 
         dtype = given["dtype"] if isinstance(given["dtype"], torch.dtype) else torch.bfloat16  # as most are stored
         cls = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]  # auto classes want a name
         numbers = gguf_numbers(spec, dtype)
-        model, info = cls.from_pretrained(None, state_dict=numbers, **given | {"config": plain_config(config)})
+        model, info = cls.from_pretrained(None, state_dict=numbers, **given | {"config": quantize.plain_config(config)})
     check_missing(spec.location, info["missing_keys"])
     mismatched = sorted(key for key, *_ in info["mismatched_keys"])
     if mismatched:
@@ -317,7 +305,7 @@ def build_lm(checkpoint: Checkpoint, num_tokens: int, unknown_ids: tuple[int, ..
     width = width_of(checkpoint)
     if width < num_tokens and not unknown_ids:
         raise TokenizerMismatch(f"{checkpoint.name} has logits for {width} tokens, but {num_tokens} are needed")
-    if picks_outliers(model):
+    if quantize.picks_outliers(model):
         raise UnsupportedModel(
             f"{checkpoint.name} treats a column of activations separately once one row has an outlier there, so that "
             "rows depend on each other: load it with llm_int8_threshold=0"
@@ -328,8 +316,7 @@ def build_lm(checkpoint: Checkpoint, num_tokens: int, unknown_ids: tuple[int, ..
         sizes: dict[str, Any] = {"vocab_size": min(width, num_tokens), "context_len": context_len(config)}
         options = {"name": checkpoint.name, **sizes}
         if (getattr(model, "tp_size", None) or 1) > 1:
-            lm: LM = current_ranks().lead(LM, (model,), options)
-            lm.look()
+            lm: LM = current_ranks().call(_shared_lm, (model,), options)
         else:
             lm = LM(model, **options)
         lm = choose_execution(lm, checkpoint.execution, is_known=is_known)
@@ -338,8 +325,13 @@ def build_lm(checkpoint: Checkpoint, num_tokens: int, unknown_ids: tuple[int, ..
     return lm.with_vocabulary(num_tokens, unknown_ids) if unknown_ids else lm
 
 
+def _shared_lm(model: nn.Module, **options: Any) -> LM:
+    lm = LM(model, **options)
+    lm.layer_shapes, lm.mixers  # noqa: B018  # which run the model, here in all processes
+    return lm
+
+
 def context_len(config: Any) -> int:
-    """Maximum sequence length."""
     config = config.get_text_config(decoder=True)
     stated = getattr(config, "max_position_embeddings", None) or 0
     rope = getattr(config, "rope_parameters", None) or {}

@@ -58,7 +58,6 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def indexed_files(index: Path) -> list[str]:
-    """Names of the files in an index of weights."""
     return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
 
 
@@ -150,7 +149,6 @@ def check_fits(
 def _room(
     device: torch.device, device_map: str | Mapping[str, str] | None, limits: Mapping[int | str, str] | None
 ) -> tuple[str, int | None]:
-    """Devices in words, and their free bytes."""
     import torch
 
     if device_map is None:

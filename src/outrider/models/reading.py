@@ -14,16 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from outrider.errors import ModelCorrupt, ModelNotFound, OutriderError, UnsupportedModel
-from outrider.models.kinds import (
-    ADAPTER_CONFIG,
-    FAILURES,
-    auto_class,
-    check_adapter,
-    check_counts,
-    check_head,
-    check_kind,
-    odd_numbers,
-)
+from outrider.models import kinds
 from outrider.models.registry import ModelSpec
 from outrider.models.sampling_defaults import generation_config_file
 from outrider.system.resources import memory_errors
@@ -63,22 +54,22 @@ def read_config(spec: ModelSpec) -> Any:
     import transformers
 
     with reading(spec, "adapter"):
-        check_adapter(spec.name, _adapter_of(spec))
+        kinds.check_adapter(spec.name, _adapter_of(spec))
     if spec.path is not None and spec.gguf is None and not (spec.path / "config.json").is_file():
         raise ModelCorrupt(f"{spec.path} is not a model folder: there is no config.json in it")
     with reading(spec, "configuration"):
         if spec.gguf is None:
             stated = transformers.PreTrainedConfig.get_config_dict(spec.location)[0]
-            check_head(spec.name, stated)
-            check_counts(spec.name, stated)
+            kinds.check_head(spec.name, stated)
+            kinds.check_counts(spec.name, stated)
             config = transformers.AutoConfig.from_pretrained(spec.location, trust_remote_code=False)
         else:
             from outrider.models.gguf.checkpoint import gguf_config, gguf_file
 
-            check_head(spec.name, {"model_type": gguf_file(spec).metadata.get("general.architecture")})
+            kinds.check_head(spec.name, {"model_type": gguf_file(spec).metadata.get("general.architecture")})
             config = gguf_config(spec)
-        check_kind(spec.name, config)
-        auto_class(spec.name, config)
+        kinds.check_kind(spec.name, config)
+        kinds.auto_class(spec.name, config)
         if getattr(config.get_text_config(decoder=True), "attn_logit_softcapping", None) is not None:
             config._attn_implementation = "eager"  # some releases of Transformers leave the cap out of "sdpa"
     return config
@@ -89,7 +80,7 @@ def _adapter_of(spec: ModelSpec) -> Path | None:
     from transformers.utils.peft_utils import find_adapter_config_file
 
     if spec.path is not None:
-        file = spec.path / ADAPTER_CONFIG
+        file = spec.path / kinds.ADAPTER_CONFIG
         return file if file.is_file() else None
     found = find_adapter_config_file(spec.location)
     return None if found is None else Path(found)
@@ -152,7 +143,6 @@ def as_stated(tokenizer: Any, location: str) -> Any:
 
 
 def _take(backend: Tokenizer, parts: Tokenizer, location: str) -> None:
-    """Give a tokenizer the parts that cut a text and join tokens, if it has others."""
     from tokenizers.models import BPE
 
     others = [part for part in _PARTS if _state(getattr(backend, part)) != _state(getattr(parts, part))]
@@ -231,7 +221,7 @@ def reading(spec: ModelSpec, what: str, config: Any | None = None) -> Iterator[N
                 f"network, or give a local folder ({reason})"
             ) from None
         kind = type(error).__name__
-        odd = odd_numbers(config) if isinstance(error, FAILURES) else ""
+        odd = kinds.odd_numbers(config) if isinstance(error, kinds.FAILURES) else ""
         raise ModelCorrupt(f"the {what} of {where} cannot be loaded ({kind}: {reason}){odd}") from None
 
 
@@ -268,7 +258,6 @@ def generation_config_of(spec: ModelSpec) -> Any | None:
 
 @contextlib.contextmanager
 def without_bars() -> Iterator[None]:
-    """Disable Transformers' progress bars."""
     from transformers.utils import logging as of_transformers
 
     had_bars = of_transformers.is_progress_bar_enabled()

@@ -159,7 +159,6 @@ class ModelSpec:
 
 
 def user_file() -> Path:
-    """Path of the user's own model file."""
     base = os.environ.get("XDG_CONFIG_HOME") or "~/.config"
     return Path(base).expanduser() / "outrider" / "models.toml"
 

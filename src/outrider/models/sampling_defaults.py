@@ -46,7 +46,6 @@ class StatedSampling:
 
     @property
     def defaults(self) -> dict[str, Any]:
-        """The options that differ from our own defaults."""
         own = Sampling()
         return {name: value for name, value in self.options.items() if value != getattr(own, name)}
 
@@ -96,7 +95,6 @@ def stated_sampling(spec: ModelSpec, choice: str = "auto") -> StatedSampling:
 
 
 def values_text(sampling: Mapping[str, Any]) -> str:
-    """Sampling options in words."""
     return ", ".join(f"{name.replace('_', '-')} {value:g}" for name, value in sampling.items())
 
 

@@ -34,7 +34,6 @@ _COMMON = frozenset(
 
 
 def has_plan(config: Any) -> bool:
-    """Whether there is a plan of a configuration."""
     try:
         plan_of(config)
     except NotPlanned:
@@ -56,7 +55,6 @@ def _may_be_read(config: Any, name: str) -> bool:
 
 @cache
 def _sources(configuration: str) -> str:
-    """Code that may read the fields of a configuration, by the module of its class."""
     import transformers
 
     shared = ("modeling_utils", "modeling_rope_utils", "masking_utils", "cache_utils")

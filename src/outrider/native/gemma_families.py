@@ -4,18 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from outrider.native.parts import (
-    attention_of,
-    decoder_of,
-    experts_of,
-    head_norms,
-    layer_of,
-    linear,
-    mlp_of,
-    rms,
-    rope_of,
-    window_of,
-)
+from outrider.native import parts
 from outrider.native.plan import AttentionPlan, Families, LayerPlan, NormPlan, NotPlanned, Plan, SidesPlan
 
 _NORMS = {
@@ -35,20 +24,20 @@ def _gemma(config: Any) -> Plan:
     names = _NORMS if has_kinds else {"mixer_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
 
     def layer(at: str, i: int) -> LayerPlan:
-        norms = {field: rms(config, f"{at}.{name}", 1.0) for field, name in names.items()}
+        norms = {field: parts.rms(config, f"{at}.{name}", 1.0) for field, name in names.items()}
         others: dict[str, Any] = {}
         if has_kinds:
             cap = getattr(config, "attn_logit_softcapping", None)
-            others = {"window": window_of(config, i), "cap": cap, "scale": config.query_pre_attn_scalar**-0.5}
+            others = {"window": parts.window_of(config, i), "cap": cap, "scale": config.query_pre_attn_scalar**-0.5}
         if is_third:
-            others |= head_norms(config, at, 1.0) | {"rope": kinds.index(config.layer_types[i])}
-        return layer_of(config, at, attention_of(config, at, **others), **norms)
+            others |= parts.head_norms(config, at, 1.0) | {"rope": kinds.index(config.layer_types[i])}
+        return parts.layer_of(config, at, parts.attention_of(config, at, **others), **norms)
 
-    return decoder_of(
+    return parts.decoder_of(
         config,
         layer,
-        last_norm=rms(config, "model.norm", 1.0),
-        ropes=tuple(rope_of(config, kind) for kind in kinds) or None,
+        last_norm=parts.rms(config, "model.norm", 1.0),
+        ropes=tuple(parts.rope_of(config, kind) for kind in kinds) or None,
         embedding_scale=config.hidden_size**0.5,
         logit_cap=getattr(config, "final_logit_softcapping", None),
     )
@@ -71,65 +60,65 @@ def _gemma4(config: Any) -> Plan:
             inputs, source = "q", max(j for j in range(first_shared) if config.layer_types[j] == kind)
         elif values_are_keys:
             inputs = "qk"
-        norms = head_norms(config, at)
-        return attention_of(
+        norms = parts.head_norms(config, at)
+        return parts.attention_of(
             config.per_layer_config[i],
             at,
             scale=1.0,
-            inputs=tuple(linear(f"{at}.self_attn.{name}_proj", config.attention_bias) for name in inputs),
+            inputs=tuple(parts.linear(f"{at}.self_attn.{name}_proj", config.attention_bias) for name in inputs),
             source=source,
             values_are_keys=source is None and values_are_keys,
             query_norm=norms["query_norm"],
             key_norm=norms["key_norm"] if source is None else None,
             value_norm=NormPlan("rms", None, config.rms_norm_eps) if source is None else None,
             rope=kinds.index(kind),
-            window=window_of(config, i),
+            window=parts.window_of(config, i),
         )
 
     def experts(at: str) -> dict[str, Any]:
         norms = {
-            field: rms(config, f"{at}.{name}_2")
+            field: parts.rms(config, f"{at}.{name}_2")
             for field, name in (("norm", "pre_feedforward_layernorm"), ("post_norm", "post_feedforward_layernorm"))
         }
-        made = experts_of(
+        made = parts.experts_of(
             config,
             at,
             number=config.num_experts,
             num_chosen=config.top_k_experts,
-            router=linear(f"{at}.router.proj"),
+            router=parts.linear(f"{at}.router.proj"),
             router_norm=NormPlan("rms", f"{at}.router.scale", config.rms_norm_eps, factor=config.hidden_size**-0.5),
             scales=f"{at}.router.per_expert_scale",
             **norms,
         )
         return {
-            "mlp": mlp_of(config, f"{at}.mlp", post_norm=rms(config, f"{at}.post_feedforward_layernorm_1")),
+            "mlp": parts.mlp_of(config, f"{at}.mlp", post_norm=parts.rms(config, f"{at}.post_feedforward_layernorm_1")),
             "experts": made,
         }
 
     def layer(at: str, i: int) -> LayerPlan:
-        others: dict[str, Any] = {field: rms(config, f"{at}.{name}") for field, name in _NORMS.items()}
+        others: dict[str, Any] = {field: parts.rms(config, f"{at}.{name}") for field, name in _NORMS.items()}
         if config.enable_moe_block:
             others |= experts(at)
         if width:
-            gate, projection = linear(f"{at}.per_layer_input_gate"), linear(f"{at}.per_layer_projection")
+            gate, projection = parts.linear(f"{at}.per_layer_input_gate"), parts.linear(f"{at}.per_layer_projection")
             others |= {
-                "side": mlp_of(config, at, ups=(gate,), down=projection),
-                "side_post_norm": rms(config, f"{at}.post_per_layer_input_norm"),
+                "side": parts.mlp_of(config, at, ups=(gate,), down=projection),
+                "side_post_norm": parts.rms(config, f"{at}.post_per_layer_input_norm"),
             }
-        return layer_of(config, at, attention(at, i), scale=f"{at}.layer_scalar", **others)
+        return parts.layer_of(config, at, attention(at, i), scale=f"{at}.layer_scalar", **others)
 
     sides = SidesPlan(
         "model.embed_tokens_per_layer.weight",
         width**0.5,
-        linear("model.per_layer_model_projection"),
+        parts.linear("model.per_layer_model_projection"),
         config.hidden_size**-0.5,
-        rms(config, "model.per_layer_projection_norm"),
+        parts.rms(config, "model.per_layer_projection_norm"),
         2.0**-0.5,
     )
-    return decoder_of(
+    return parts.decoder_of(
         config,
         layer,
-        ropes=tuple(rope_of(config.per_layer_config[kind], kind) for kind in kinds),
+        ropes=tuple(parts.rope_of(config.per_layer_config[kind], kind) for kind in kinds),
         embedding_scale=config.hidden_size**0.5,
         logit_cap=config.final_logit_softcapping,
         sides=sides if width else None,

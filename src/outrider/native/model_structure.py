@@ -230,7 +230,6 @@ def _experts(plan: ExpertsPlan, hidden: int, weights: Weights) -> Any:
 
 
 def cache_shapes(plan: Plan) -> tuple[LayerShape, ...]:
-    """Shapes of the layers of a plan's cache."""
     return tuple(map(_shape, plan.layers))
 
 

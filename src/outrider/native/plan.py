@@ -243,7 +243,6 @@ Families = Mapping[str, tuple[Callable[[Any], Plan], str]]
 
 
 def parts(value: Any) -> Iterator[Any]:
-    """All plans within a plan, and the plan."""
     if is_dataclass(value):
         yield from parts(tuple(getattr(value, one.name) for one in fields(value)))
         yield value

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from outrider.errors import FileError
 from outrider.options import MASKS
 from outrider.system.files import parse_row, read_text
 
 
-@dataclass(frozen=True, slots=True)
-class SampleLine:
+class SampleLine(NamedTuple):
     """A sample of another system, from a file.
 
     Attributes:

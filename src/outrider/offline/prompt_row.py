@@ -52,12 +52,10 @@ class PromptLine:
 
     @property
     def category(self) -> str | None:
-        """Kind of prompt, if the file has one."""
         return self.labels.get("category")
 
     @property
     def source(self) -> dict[str, Any]:
-        """Prompt as written to its output row."""
         if isinstance(self.prompt, str):
             return {"prompt": self.prompt}
         return {"messages": self.prompt.messages, **self.prompt.options.given()}

@@ -31,7 +31,6 @@ class Table:
     most_rows: int | None = None
 
     def html(self) -> str:
-        """The table as elements of a page."""
 
         def cells(kind: str, row: Sequence[str]) -> str:
             return "".join(
@@ -63,7 +62,6 @@ def report_of(document: _Document) -> Report:
 
 
 def _map_names(value: Any, change: Callable[[str], str], key: str = "") -> Any:
-    """A document, or a part of it, with other names of models."""
     if isinstance(value, Mapping):
         return {name: _map_names(one, change, name) for name, one in value.items()}
     if isinstance(value, list):
@@ -250,7 +248,6 @@ def _arms_table(title: str, arms: Sequence[_Document]) -> Table:
 
 
 def _label(arm: _Document) -> str:
-    """Name of an arm, without K."""
     return str(arm["draft"] if arm["draft"] and arm["k"] else arm["name"])
 
 

@@ -55,7 +55,6 @@ class RaceEvents:
         }
 
     def round(self, which: int, chunk: Chunk) -> dict[str, Any]:
-        """Event for the next chunk of an arm."""
         arm, drafted = self._progress[which], chunk.drafted or ()
         guesses = Detokenizer(self._tokenizer, arm.token_ids)
         drafted_json = [{"id": i, "text": guesses.push(i), "p": p, "q": q} for i, p, q in drafted]

@@ -65,7 +65,6 @@ def recorded_page(events: Sequence[Mapping[str, Any]], document: Mapping[str, An
 
 
 def _below(document: Mapping[str, Any]) -> str:
-    """Tables and lines of a document of compare, and how it was made."""
     tables, lines = report_of(document)
     origin = dict(document["provenance"])
     command = shlex.join(["outrider", *origin.pop("argv")])
@@ -91,6 +90,5 @@ def _hash(content: str) -> str:
 
 
 def read_file(name: str) -> tuple[str, str]:
-    """Media type and content of a file of the page."""
     content = (files("outrider.race") / "page" / name).read_text(encoding="utf-8")
     return _KINDS[name.rpartition(".")[2]], content

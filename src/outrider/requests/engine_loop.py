@@ -63,7 +63,6 @@ class RequestState:
         self.origins = ["accepted"] * self.num_resumed  # their text was emitted, except characters held back
 
     def chunk(self, round_: RowRound, timing: Timing) -> Chunk:
-        """The chunk of one of its rounds."""
         self.origins.extend(round_.origins)
         if round_.finish_reason is not None:
             self.text.finish()
@@ -81,7 +80,6 @@ class RequestState:
 
 
 def collect(states: Sequence[RequestState], chunks: Iterable[Chunk]) -> list[Completion]:
-    """The completions of all requests."""
     for chunk in chunks:
         states[chunk.row].chunks.append(chunk)
     return [state.completion for state in states]
@@ -174,7 +172,6 @@ class EngineLoop:
             return bool(self._rows or self._arriving)
 
     def waiting(self) -> list[RequestState]:
-        """Requests without a slot."""
         engine = self._engine
         queued = [] if engine is None else [self._rows[index] for index in engine.waiting if index in self._rows]
         return [*queued, *self._arriving]
@@ -297,7 +294,6 @@ class LoopThread:
         self._inbox.put(None)
 
     def join(self, timeout_s: float | None = None) -> None:
-        """Wait for the thread to end."""
         self._thread.join(timeout_s)
 
     def call(self, function: Callable[..., None], *arguments: object) -> None:

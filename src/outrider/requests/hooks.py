@@ -242,7 +242,6 @@ def _word_ids(words: Sequence[str | Sequence[int]], tokenizer: Any, vocab_size: 
 
 
 def _forbidding(sequences: Sequence[Sequence[int]], vocab_size: int) -> Hook:
-    """Hook that forbids the last token of each sequence after its other tokens."""
 
     always = ~np.isin(np.arange(vocab_size), [one[0] for one in sequences if len(one) == 1])
     longer: dict[int, list[tuple[list[int], int]]] = {}  # by the last token before the forbidden one

@@ -92,7 +92,6 @@ class Watched:
 
 
 def _state(processor: Any) -> list[tuple[Any, ...]]:
-    """Attributes, as far as a change shows without a copy."""
     return [
         (name, id(value), getattr(value, "_version", None), len(value) if isinstance(value, (list, dict, set)) else 0)
         for name, value in getattr(processor, "__dict__", {}).items()

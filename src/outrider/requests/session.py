@@ -194,7 +194,6 @@ class AsyncSession:
         self._thread.call(deliver, received)
 
     def _fail_on_thread(self, error: BaseException) -> None:
-        """End all streams, also those whose requests the thread had not taken."""
 
         def end_streams() -> None:
             self._is_open = False

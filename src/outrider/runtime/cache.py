@@ -34,7 +34,7 @@ from torch import Tensor
 
 from outrider.errors import DeviceError
 from outrider.runtime.cache_shapes import WINDOW, LayerShape, Plan, windows_at
-from outrider.system.ranks import in_all_processes
+from outrider.system.ranks import any_process, in_all_processes
 from outrider.system.resources import available_bytes, memory_errors, size_text
 
 STRIDE = 8
@@ -95,7 +95,6 @@ class SlotCache:
         self._most_behind = most_behind
         self.bound = STRIDE - 1
         self.twin_key: int | None = None
-        self.is_shared = any(shape.is_shared for shape in self.shapes)
         self._plan = Plan(capacity, torch.empty(0, dtype=torch.long), torch.empty(0, dtype=torch.bool))
         states = [state for shape in self.shapes for state in shape.states]
         self._has_offsets = any(shape.has_offset for shape in self.shapes)
@@ -120,7 +119,6 @@ class SlotCache:
 
     @cached_property
     def state_layers(self) -> list[Any]:
-        """Layers with states that are kept at an anchor."""
         if not self.has_states:
             return []
         pairs = zip(self.shapes, self.argument.layers, strict=True)
@@ -166,7 +164,6 @@ class SlotCache:
 
     @in_all_processes
     def rows(self, begin: int, end: int | None) -> SlotCache:
-        """View of the slots begin <= slot < end."""
         views = [store[begin:end] for store in self.storage]
         return SlotCache(self.shapes, views, self.capacity, most_behind=self._most_behind)
 
@@ -177,7 +174,6 @@ class SlotCache:
         return self._heads[num_rows]
 
     def of_layers(self, layers: Sequence[int]) -> SlotCache:
-        """View of the keys and values of some layers."""
         pairs = zip(self.storage[::2], self.storage[1::2], strict=False)
         stores = [next(pairs) if shape.num_heads else () for shape in self.shapes]
         shapes = [replace(self.shapes[i], states=(), has_offset=False) for i in layers]
@@ -206,10 +202,10 @@ class SlotCache:
         """Whether all numbers of a slot's first tokens, and of its states, are finite."""
         kept = [store[slot, :num_tokens] for store in self.storage[: self.num_token_stores]]
         kept += [store[slot] for store in self.storage[self.num_token_stores :]]
-        return all(bool(one.sum(dtype=torch.float32).isfinite()) for one in kept if one.is_floating_point())
+        is_finite = all(bool(one.sum(dtype=torch.float32).isfinite()) for one in kept if one.is_floating_point())
+        return not any_process(torch.tensor(not is_finite))
 
     def _restart(self, slot: int, num_tokens: int) -> None:
-        """Reset the states of a slot if they are beyond its tokens."""
         if self._width and num_tokens == 0:
             self.anchors[slot] = 0
         if self.has_states and int(self.anchors[slot]) > num_tokens:

@@ -51,7 +51,6 @@ class LayerShape:
     states: tuple[StateShape, ...] = ()
     has_offset: bool = False
     scratch_bytes: int = 0
-    is_shared: bool = False
 
     @property
     def bytes_per_token(self) -> int:

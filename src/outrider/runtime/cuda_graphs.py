@@ -64,7 +64,6 @@ class CapturedExecution(EagerExecution):
 
     @property
     def num_programs(self) -> int:
-        """Number of graphs."""
         return len(self._programs)
 
     def round_length(self, length: int) -> int:
@@ -114,7 +113,6 @@ class CapturedExecution(EagerExecution):
             return self._programs[key]
 
     def _prepare(self, call: Call) -> _Program | str:
-        """Capture a step, or tell why it cannot be."""
         try:
             return self._record(call)
         except OutOfMemoryError:
@@ -194,7 +192,6 @@ def _fields_of(kind: type) -> tuple[str, ...] | None:
 
 
 def _put_together(value: Any, tensors: Iterator[Tensor], stores: Iterator[Tensor]) -> Any:
-    """Copy of ``value`` over other tensors."""
     if isinstance(value, Tensor):
         return next(tensors)
     if isinstance(value, SlotCache):

@@ -14,8 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -58,7 +57,6 @@ class EagerExecution:
         return num_wanted
 
     def new_cache(self, shapes: Sequence[LayerShape], num_rows: int, capacity: int) -> SlotCache:
-        """Allocate an empty cache."""
         return SlotCache.allocate(shapes, num_rows, capacity)
 
     def turn(self) -> AbstractContextManager[Any]:
@@ -71,8 +69,7 @@ class EagerExecution:
         return step(lm, *static, *arguments)
 
 
-@dataclass(frozen=True, slots=True)
-class NativeResults:
+class NativeResults(NamedTuple):
     """Results of a native forward."""
 
     logits: Tensor  # [B, N, V]

@@ -15,7 +15,6 @@ import threading
 import zlib
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -32,7 +31,7 @@ from outrider.runtime.modules import cache_argument, find_mixers, recorded_state
 from outrider.runtime.stand_in import StandIn
 from outrider.runtime.vocabulary import UNKNOWN, spread
 from outrider.runtime.weight_tensors import is_shared
-from outrider.system.ranks import any_process, check_equal, in_all_processes
+from outrider.system.ranks import any_process, check_equal, in_all_processes, together
 
 PREFILL_TOKENS = 1024
 """Maximum prompt tokens in one forward, all rows together. Matrix products on the CPU are fastest at this size; more
@@ -96,18 +95,12 @@ class LM:
         self.native: Any | None = None
 
     @property
-    def is_shared(self) -> bool:
-        """Whether several processes share the model."""
-        return self.num_shares > 1
-
-    @property
     def model(self) -> Any:
         """The model in its own code, built when first asked for if there is a stand-in."""
         return self.weights.original if isinstance(self.weights, StandIn) else self.weights
 
     @cached_property
     def visibility(self) -> Visibility:
-        """Builds attention masks."""
         return Visibility.of(self.model)
 
     @cached_property
@@ -121,11 +114,9 @@ class LM:
         return lm
 
     def with_execution(self, execution: EagerExecution) -> LM:
-        """This model with another execution."""
         return self._with(execution=execution)
 
     def with_name(self, name: str) -> LM:
-        """This model under another name."""
         return self._with(name=name)
 
     def with_context(self, context_len: int) -> LM:
@@ -145,16 +136,13 @@ class LM:
         return self._with(vocab_size=len(own_ids), own_ids=own_ids)
 
     def uncaptured(self) -> LM:
-        """This model without CUDA graphs."""
         return self.with_execution(EagerExecution()) if self.execution.is_prepared else self
 
     @cached_property
     def layer_shapes(self) -> tuple[LayerShape, ...]:
-        """Cache shapes of each layer."""
         from outrider.runtime.cache_layers import layer_shapes  # which imports Transformers
 
-        shapes = layer_shapes(self.model, self.device)
-        return tuple(replace(shape, is_shared=True) for shape in shapes) if self.is_shared else shapes
+        return layer_shapes(self.model, self.device)
 
     @cached_property
     def _unknown(self) -> Tensor:
@@ -204,11 +192,6 @@ class LM:
             raise OptionError("num_draft_tokens", k, remedy)
 
     @in_all_processes
-    def look(self) -> None:
-        """Compute ``layer_shapes`` and ``mixers`` now, in all processes."""
-        self.layer_shapes, self.mixers  # noqa: B018
-
-    @in_all_processes
     def uncached(self, ids: Tensor, num_logits: int = 0) -> Tensor:
         """Logits of one forward of the model's own code without a cache. [B, T] -> [B, N, V], padding of V included
 
@@ -225,16 +208,15 @@ class LM:
         Args:
             is_sparse: little of it will be used (see ``SlotCache.empty``).
         """
+        if self.num_shares > 1:
+            check_equal(_fingerprint, self)
         return self._new_cache(num_rows, self.execution.round_length(capacity), is_sparse)
 
     @in_all_processes
     def _new_cache(self, num_rows: int, capacity: int, is_sparse: bool) -> SlotCache:
-        if self.is_shared:  # norms, which all processes have whole
-            whole = [one.tolist() for one in self.model.parameters() if one.ndim == 1 and not is_shared(one)]
-            check_equal(zlib.crc32(repr((torch.__version__, whole)).encode()))
         if is_sparse:
             return SlotCache.empty(self.layer_shapes, num_rows, capacity, is_sparse=True)
-        return self.execution.new_cache(self.layer_shapes, num_rows, capacity)
+        return together(lambda: self.execution.new_cache(self.layer_shapes, num_rows, capacity))
 
     def view_len(self, length: int, cache: SlotCache) -> int:
         """Places of a cache to view for sequences of ``length`` tokens: few distinct values, none beyond the context,
@@ -373,9 +355,7 @@ class LM:
                 **arguments,
             )
         broken = cache.find_broken()
-        if broken is not None and self.is_shared:
-            broken = any_process(broken)
-        return self._finished(output.logits, broken, wanted), states
+        return self._finished(output.logits, None if broken is None else any_process(broken), wanted), states
 
     def _finished(self, logits: Tensor, broken: Tensor | None, wanted: Tensor | None) -> Tensor:
         """Logits of the columns ``wanted`` [B, N], of the last ones if None; NaN from a broken token ([B, T]) on.
@@ -476,6 +456,12 @@ class LM:
                 )
             )
         return found
+
+
+def _fingerprint(lm: LM) -> int:
+    """Checksum of weights that all processes have whole: norms."""
+    whole = [one.tolist() for one in lm.model.parameters() if one.ndim == 1 and not is_shared(one)]
+    return zlib.crc32(repr((torch.__version__, whole)).encode())
 
 
 def _advance_step(

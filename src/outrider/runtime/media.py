@@ -31,13 +31,10 @@ _READING = threading.Lock()  # one prompt at a time: modelling code may keep on 
 
 
 def takes_images(model: Any) -> bool:
-    """Whether it is a model of text and images."""
     return "image" in (getattr(model, "input_modalities", None) or ())
 
 
 class _Reached(Exception):
-    """The text decoder was called."""
-
     def __init__(self, arguments: dict[str, Any]) -> None:
         self.arguments = arguments
 

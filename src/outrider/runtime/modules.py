@@ -140,7 +140,6 @@ def constant_frequencies(model: nn.Module) -> Iterator[None]:
 
 
 def _constant(kind: Any) -> Any:
-    """Rope type with constant frequencies, or a dictionary of them by layer type."""
     if isinstance(kind, dict):
         return {name: _constant(one) for name, one in kind.items()}
     return "default" if kind in _CHOSEN else kind

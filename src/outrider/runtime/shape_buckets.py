@@ -7,7 +7,6 @@ _SMALLEST_PREPARED = 128  # minimum view of a prepared step, in places
 
 
 def power_of_two(number: int) -> int:
-    """The least power of two >= number."""
     return 1 << (number - 1).bit_length()
 
 

@@ -39,7 +39,6 @@ _MOVES = (torch.stack, torch.cat, torch.where)
 
 @lru_cache
 def _library() -> ctypes.CDLL | None:
-    """The C++ library, if there is a compiler."""
     kernels = library()
     if kernels is not None:
         for name, kinds in _ARGUMENTS.items():

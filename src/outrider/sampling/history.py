@@ -30,7 +30,6 @@ class History:
 
     @property
     def tensors(self) -> Iterator[Tensor]:
-        """The fields that are in use."""
         return (value for name in _NAMES if (value := getattr(self, name)) is not None)
 
     def map(self, change: Callable[[Tensor], Tensor]) -> History:

@@ -7,8 +7,7 @@ that the output follows the target's changed distribution, token by token.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -18,8 +17,7 @@ from torch import Tensor
 from outrider.records import Constraint, Draft, Effect
 
 
-@dataclass(frozen=True, slots=True)
-class Calls:
+class Calls(NamedTuple):
     """Effects of which some are functions of the logits. Steps with them cannot be captured.
 
     Attributes:

@@ -123,7 +123,6 @@ class RoundUniforms:
 
     @property
     def arguments(self) -> tuple[Tensor | int | None, ...]:
-        """The noise as the rules in C++ take it."""
         return self.values.contiguous(), self.values.shape[1], None, None
 
 
@@ -211,7 +210,6 @@ class GumbelNoise:
 
     @property
     def arguments(self) -> tuple[Tensor | int | None, ...]:
-        """The noise as the rules in C++ take it."""
         return None, 0, self.seeds.contiguous(), self.round_starts.contiguous()
 
 

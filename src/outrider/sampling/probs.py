@@ -67,7 +67,6 @@ class Settings:
 
     @classmethod
     def neutral(cls, num_rows: int, device: torch.device, *, takes_candidates: bool = False) -> Settings:
-        """Settings of unused rows."""
         return cls(torch.ones(num_rows, device=device), takes_candidates=takes_candidates and are_here(device))
 
     @property
@@ -128,7 +127,6 @@ class Settings:
         )
 
     def first(self, num_rows: int) -> Settings:
-        """A view of the first rows."""
         if num_rows == len(self.temperature):
             return self
         tensors = {name: value for name in _PER_ROW if (value := getattr(self, name)) is not None}

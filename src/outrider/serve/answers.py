@@ -80,7 +80,6 @@ class Answer(ABC):
         """Last event of an answer that cannot go on."""
 
     def call_id(self) -> str:
-        """A new call's number."""
         assert self.tool_format is not None
         return self.tool_format.new_id()
 

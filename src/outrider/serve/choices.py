@@ -51,7 +51,6 @@ class ChoicesAnswer(Answer):
         """More text; None if there is nothing to send yet."""
 
     def whole_choice(self, index: int, text: str, scored: Scored | None, reason: FinishReason) -> dict[str, Any]:
-        """The choice in one piece."""
         return self.next_choice(index, text, scored, reason) or {}
 
     def whole(self) -> dict[str, Any]:

@@ -78,14 +78,12 @@ def with_keys(app: ASGIApp, api_keys: tuple[str, ...]) -> ASGIApp:
 
 
 def key_of(scope: Scope) -> bytes | None:
-    """Key sent with a request."""
     headers = dict(scope["headers"])
     scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
     return key.strip() if scheme.lower() == b"bearer" else headers.get(b"x-api-key")  # Anthropic's
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a name or an address is loopback."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -63,7 +63,6 @@ class TokenTexts:
 
 
 def id_text(token_id: int) -> str:
-    """Text that no other token has."""
     return f"token_id:{token_id}"
 
 

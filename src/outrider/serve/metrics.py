@@ -49,7 +49,6 @@ class Metrics(Collector):
         self.stats += chunk.stats
 
     def count_first(self, chunk: Chunk, row: TicketRow) -> None:
-        """Add the first chunk of a row."""
         self.num_prompt_tokens += row.job.num_prompt_tokens
         self.num_cached_tokens += chunk.num_cached_tokens
         self._queue.observe(row.begun_s - row.submitted_s)
@@ -60,7 +59,6 @@ class Metrics(Collector):
             self.num_ended[reason] += num_rows
 
     def count_latency(self, row: TicketRow) -> None:
-        """Add the latencies of a finished row."""
         num_tokens = len(row.job.origins)
         self._whole.observe(row.last_s - row.submitted_s)
         if num_tokens > 1:

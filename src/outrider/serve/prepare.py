@@ -229,7 +229,6 @@ class Preparer:
 
 
 def _num_bytes(prompt: Prompt) -> int:
-    """UTF-8 size of a string, or of a chat's messages, tools and documents."""
     given: Any = prompt
     if isinstance(prompt, Chat):
         given = [*prompt.messages, *prompt.options.documents, *prompt.options.tools]

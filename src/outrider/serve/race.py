@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import AsyncIterator, Generator
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from outrider.api import load_drafter
 from outrider.decoder import Decoder
@@ -27,8 +27,7 @@ _MOST_K = 16
 _NUM_SEEDS = 2**32  # to draw from: exact as JavaScript numbers
 
 
-@dataclass(frozen=True, slots=True)
-class Race:
+class Race(NamedTuple):
     """A race, ready to run."""
 
     arms: tuple[Arm, Arm]
@@ -40,7 +39,6 @@ class Race:
 
 
 def choices(preparer: Preparer) -> dict[str, Any]:
-    """Options of a race."""
     decoder = preparer.decoder
     return {
         "target": decoder.target.name,

@@ -134,13 +134,11 @@ class ServedModel:
         self.thread.start(self._run_on_thread, begin=begin_on_thread, fail=fail_on_thread)
 
     def drain(self) -> None:
-        """Accept no more requests."""
         if self.admission.state in ("loading", "ready"):
             self.admission.state = "draining"
 
     @property
     def load(self) -> Load:
-        """Load of the engine."""
         return self._engine.load if self._is_open else _NO_LOAD
 
     def reserve(self, client: str) -> AbstractContextManager[None]:
@@ -212,7 +210,6 @@ class ServedModel:
             task.found.put_nowait(error)
 
     def _retry_after_s(self) -> int:
-        """Estimated time until the rows waiting now have slots."""
         wait_s = self._row_s * self.load.num_waiting / self._options.num_slots
         return min(max(math.ceil(wait_s), LEAST_RETRY_AFTER_S), _MOST_RETRY_AFTER_S)
 
@@ -282,7 +279,6 @@ class ServedModel:
         )
 
     def _time_out_on_thread(self) -> None:
-        """Refuse requests that waited too long for a first slot or forward."""
         least_s = time.perf_counter() - self._options.queue_timeout_s
         late = {ticket for ticket, row in self._rows.values() if row.submitted_s < least_s and not ticket.has_begun}
         if late:

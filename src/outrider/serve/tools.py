@@ -68,7 +68,6 @@ class Tool(Part):
 
     @property
     def described(self) -> Mapping[str, Any]:
-        """For the chat template."""
         return self._described
 
     def arguments(self, *, is_forced: bool) -> Mapping[str, Any]:
@@ -180,5 +179,4 @@ class ToolUse:
 
 
 def descriptions_of(tools: ToolUse | None) -> list[Mapping[str, Any]]:
-    """Tools for the chat template."""
     return [] if tools is None else [tool.described for tool in tools.all]

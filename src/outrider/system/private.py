@@ -12,8 +12,8 @@ import logging
 import os
 import stat
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from outrider.system.files import write_whole
 
@@ -21,8 +21,7 @@ _LOG = logging.getLogger(__name__)
 _CHECKSUM_BYTES = 32  # of SHA-256
 
 
-@dataclass(frozen=True, slots=True)
-class PrivateFolder:
+class PrivateFolder(NamedTuple):
     """Folder of cached files: created with the first one, for this user alone; above ``most_bytes`` files are
     evicted."""
 
@@ -60,7 +59,6 @@ class PrivateFolder:
             _LOG.warning("cannot cache %s: %s", self.path / name, error.strerror)
 
     def _is_trusted(self, path: Path, about: os.stat_result) -> bool:
-        """Whether nobody but this user and root can have written a file or folder."""
         is_trusted = about.st_uid in (os.geteuid(), 0) and not about.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
         if not is_trusted:
             _LOG.warning("%s is not used: others may write to it, and what it holds would be run. Remove it", path)

@@ -38,7 +38,6 @@ def provenance(device: str) -> dict[str, Any]:
 
 
 def sha256_of(texts: Sequence[Sequence[int]]) -> str:
-    """SHA-256 of the token ids of texts."""
     return hashlib.sha256(json.dumps([list(ids) for ids in texts]).encode()).hexdigest()
 
 

@@ -3,8 +3,9 @@
 The first process runs the program: options, prompts, drawing, files, output. The others follow it: they make the same
 calls on a shared model and its caches, on their own shares (``in_all_processes``). All other code is that of one
 process. An object that exists in all is a twin: its ``twin_key`` names it in the others, copies have the same, and
-calls send its attributes ``TOLD``.
+calls send its attributes ``TOLD``. Without a key it belongs to one process.
 
+A call that fails ends the job, unless it fails in all: an error of the prompt does, and one raised by ``together``.
 The job belongs to the process, as torch's process group does, and is kept by this module. Nothing here knows models.
 """
 
@@ -18,33 +19,31 @@ import os
 import pickle
 import sys
 import threading
-import traceback
 import weakref
 from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
-from functools import wraps
+from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from outrider.errors import DeviceError, OutriderError, RankError
+from outrider.errors import DeviceError, OutriderError, PromptError, RankError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
+_Result = TypeVar("_Result")
 _TIMEOUT = timedelta(days=365)  # the first process may be idle; a process that has died is noticed at once
-_PATIENCE_S = 10.0  # a call that fails here fails in the first process, too, which then goes on
 
 
 def in_all_processes(function: _Function) -> _Function:
-    """Decorator of a method of a twin (an LM or a cache with ``is_shared``): all processes call it. If it returns a
-    twin, this exists in all, too."""
+    """Decorator of a function of a twin: all processes call it. If it returns a new twin, this exists in all, too."""
 
     @wraps(function)
     def call(twin: Any, *arguments: Any, **options: Any) -> Any:
-        if not twin.is_shared or _ranks.is_within:  # the others make an inner call within the outer one
+        if twin.twin_key is None or _ranks.is_within:  # the others make an inner call within the outer one
             return function(twin, *arguments, **options)
-        return _ranks.lead(call, (twin, *arguments), options)
+        return _ranks.call(call, (twin, *arguments), options)
 
     return call  # type: ignore[return-value]
 
@@ -56,15 +55,15 @@ class Ranks:
         rank: of this process, from 0.
         size: number of processes.
         is_interrupted: Ctrl-C was pressed; takes effect before the next call, while the others are idle.
-        has_begun: a call was made.
+        agreed: the error that all processes have raised last.
     """
 
     def __init__(self, rank: int = 0, size: int = 1, store: Any = None) -> None:
-        self.rank, self.size = rank, size
-        self.is_interrupted = self.has_begun = self._has_failed = False
+        self.rank, self.size, self._store = rank, size, store
+        self.is_interrupted = self._has_failed = False
+        self.agreed: OutriderError | None = None
+        self._lock = threading.Lock()
         self._thread: int | None = None  # of the current call
-        self._store = store
-        self._lock = threading.RLock()
         self._keys = itertools.count()  # equal in all processes
         self._twins: dict[int, Any] = {}  # in all but the first
         self._ended: deque[int] = deque()  # twins that the others may forget
@@ -74,36 +73,22 @@ class Ranks:
         """Whether this thread makes a call that all processes make."""
         return self._thread == threading.get_ident()
 
-    def lead(self, function: Callable[..., Any], arguments: tuple[Any, ...], options: Any = None) -> Any:
-        """Call a function in all processes.
-
-        Args:
-            options: keyword arguments; None to gather the results of all, with no twins among them.
-
-        Raises:
-            OutriderError: if results are gathered, the first one of those raised.
-            KeyboardInterrupt: before the call.
-        """
+    def call(self, function: Callable[..., Any], arguments: tuple[Any, ...], options: Any = None) -> Any:
+        """Call a function in all processes. Raises KeyboardInterrupt: before the call."""
         with self._lock:
             if self.is_interrupted:
                 raise KeyboardInterrupt
-            self._tell((function, arguments, options))
-            self._has_failed = True
+            call = function, arguments, options or {}
+            self._tell(call)
             try:
-                result = self._run(function, arguments, options)
-            except OutriderError:  # which all raise
-                self._has_failed = False
+                return self._run(*call)
+            except BaseException as error:
+                self._has_failed = not self._fails_in_all(error)
                 raise
-            self._has_failed = False
-            return result
 
-    def share(self, load: Callable[..., Any], *arguments: Any) -> Any:
-        """Load a share of a module in each process. Returns that of the first. Raises OutriderError."""
-        import torch
-
-        found: list[Any] = []
-        self.lead(_load_share, (found, torch.get_num_threads(), load, arguments))
-        return found[0]
+    def lead(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+        """Results of a function in all processes. Raises OutriderError: the first one of those raised."""
+        return self.call(_gathered, (function, arguments))
 
     def follow(self, module: Any = None) -> None:
         """Make the calls of the first process until it ends. Raises DistError: it was killed, or has failed.
@@ -114,29 +99,23 @@ class Ranks:
         import torch
 
         if module is not None:
-            self.name(module, self.next_key())
-        alarm: threading.Timer | None = None
+            self.name(module)
         while True:
             received: list[Any] = [None]
             torch.distributed.broadcast_object_list(received, src=0, device=torch.device("cpu"))
-            if alarm is not None:
-                alarm.cancel()
             unpickler = pickle.Unpickler(io.BytesIO(received[0]))
             unpickler.persistent_load = self._twin  # type: ignore[method-assign]
-            ended, call = unpickler.load()
+            ended, is_inference, call = unpickler.load()
             for key in ended:
                 self._twins.pop(key, None)
             if call is None:
                 return
             try:
-                with torch.inference_mode(call[2] is not None):
+                with torch.inference_mode(is_inference), torch.no_grad():
                     self._run(*call)
-            except Exception as error:
-                if has_lost_others(error):
+            except OutriderError as error:
+                if not self._fails_in_all(error):
                     raise
-                alarm = threading.Timer(_PATIENCE_S, self._give_up, [traceback.format_exc()])
-                alarm.daemon = True
-                alarm.start()
 
     def leave(self) -> None:
         """End the other processes if they are idle, and close the connections."""
@@ -150,69 +129,41 @@ class Ranks:
         """Record that this process has failed. Returns whether it is the first, which reports the reason."""
         return self.size == 1 or bool(self._store.add("failed", 1) == 1)
 
-    def _give_up(self, reason: str) -> None:
-        if self.fail():
-            print(reason, file=sys.__stderr__, flush=True)
-        os._exit(1)
-
-    def _tell(self, call: tuple[Any, ...] | None) -> None:
-        """Send a call to the others; None to end."""
-        import torch
-
-        self.has_begun = True
-        buffer = io.BytesIO()
-        pickler = pickle.Pickler(buffer)
-        pickler.persistent_id = _told  # type: ignore[method-assign]
-        pickler.dispatch_table = copyreg.dispatch_table | {torch.Tensor: _reduced}
-        pickler.dump(([self._ended.popleft() for _ in range(len(self._ended))], call))
-        torch.distributed.broadcast_object_list([buffer.getvalue()], src=0, device=torch.device("cpu"))
-
-    def _run(self, function: Callable[..., Any], arguments: tuple[Any, ...], options: Any) -> Any:
-        import torch.distributed as dist
-
-        self._thread = threading.get_ident()
-        try:
-            if options is not None:
-                return self._agreed(function(*arguments, **options))
-            outcome: Any = None
-            try:
-                outcome = function(*arguments)
-            except OutriderError as error:
-                outcome = error
-            outcomes: list[Any] = [None] * self.size
-            dist.all_gather_object(outcomes, outcome)
-            for one in outcomes:
-                if isinstance(one, OutriderError):
-                    raise one
-            return outcomes
-        finally:
-            self._thread = None
-
-    def _agreed(self, result: Any) -> Any:
-        """The result of a call: a new twin, with its key; or whether all processes meet a condition."""
-        import torch
-
-        if getattr(result, "twin_key", 0) is None:
-            self.name(result, self.next_key())
-        if isinstance(result, bool):
-            return not any_process(torch.tensor(not result))
-        return result
-
-    def next_key(self) -> int:
-        """Key of a new twin, drawn in all processes in the same order."""
-        return next(self._keys)
-
-    def name(self, thing: Any, key: int) -> None:
-        """Give a twin or a module its key."""
-        thing.twin_key = key
+    def name(self, thing: Any) -> None:
+        """Give a twin or a module its key, drawn in all processes in the same order."""
+        thing.twin_key = key = next(self._keys)
         if self.rank:
             self._twins[key] = thing
         else:
             owner = getattr(thing, "weights", thing)  # of several LMs that are copies
             weakref.finalize(owner, self._ended.append, key).atexit = False
 
+    def _fails_in_all(self, error: BaseException) -> bool:
+        return error is self.agreed or isinstance(error, PromptError)
+
+    def _tell(self, call: tuple[Any, ...] | None) -> None:
+        """Send a call to the others; None to end."""
+        import torch
+
+        buffer = io.BytesIO()
+        pickler = pickle.Pickler(buffer)
+        pickler.persistent_id = _told  # type: ignore[method-assign]
+        pickler.dispatch_table = copyreg.dispatch_table | {torch.Tensor: _reduced}
+        ended = [self._ended.popleft() for _ in range(len(self._ended))]
+        pickler.dump((ended, torch.is_inference_mode_enabled(), call))
+        torch.distributed.broadcast_object_list([buffer.getvalue()], src=0, device=torch.device("cpu"))
+
+    def _run(self, function: Callable[..., Any], arguments: tuple[Any, ...], options: Any) -> Any:
+        self._thread = threading.get_ident()
+        try:
+            result = function(*arguments, **options)
+            if getattr(result, "twin_key", 0) is None:
+                self.name(result)
+            return result
+        finally:
+            self._thread = None
+
     def _twin(self, told: tuple[int, dict[str, Any]]) -> Any:
-        """A twin by its key, with the attributes that were sent."""
         key, changes = told
         vars(self._twins[key]).update(changes)
         return self._twins[key]
@@ -226,8 +177,28 @@ def current_ranks() -> Ranks:
     return _ranks
 
 
+def together(function: Callable[[], _Result]) -> _Result:
+    """Result of a function. Within a call of all processes, raises the first OutriderError of any, in all."""
+    if not _ranks.is_within:
+        return function()
+    import torch.distributed as dist
+
+    errors: list[OutriderError | None] = [None] * _ranks.size
+    try:
+        result, raised = function(), None
+    except OutriderError as error:
+        raised = error
+    dist.all_gather_object(errors, raised)
+    _ranks.agreed = next(filter(None, errors), None)
+    if _ranks.agreed is not None:
+        raise _ranks.agreed
+    return result
+
+
 def any_process(flags: Tensor) -> Tensor:
-    """Conditions that hold in any process; all must call this. bool [...]"""
+    """Conditions that hold in this process; within a call of all processes, in any. bool [...]"""
+    if not _ranks.is_within:
+        return flags
     import torch
     import torch.distributed as dist
 
@@ -236,13 +207,9 @@ def any_process(flags: Tensor) -> Tensor:
     return found.bool()
 
 
-def check_equal(value: int) -> None:
-    """Raises RankError, in all processes: they have different values."""
-    import torch.distributed as dist
-
-    values: list[Any] = [None] * _ranks.size
-    dist.all_gather_object(values, value)
-    if len(set(values)) > 1:
+def check_equal(function: Callable[..., Any], *arguments: Any) -> None:
+    """Raises RankError: a function has different results in the processes."""
+    if len(set(_ranks.lead(function, arguments))) > 1:
         raise RankError(
             "the processes of this job have generated different tokens, or would: check that all have the same files "
             "and versions"
@@ -301,19 +268,8 @@ def take_part(module: Any = None) -> Ranks:
     if module is not None and "twin_key" not in vars(module):
         if not is_new:
             raise DeviceError("only one shared model in memory is possible, and no other beside it: give names")
-        ranks.name(module, ranks.next_key())
+        ranks.name(module)
     return ranks
-
-
-def has_lost_others(error: BaseException | None) -> bool:
-    """Whether an error, or one of its causes, means that another process does not answer."""
-    import torch.distributed as dist
-
-    while error is not None:
-        if isinstance(error, dist.DistError) or "gloo/transport" in str(error):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
 
 
 def _told(thing: Any) -> tuple[int, dict[str, Any]] | None:
@@ -322,7 +278,7 @@ def _told(thing: Any) -> tuple[int, dict[str, Any]] | None:
 
 
 def _reduced(tensor: Tensor) -> Any:
-    """Tensors go by way of the CPU, to the device that each process has."""
+    # By way of the CPU, to the device that each process has.
     return tensor.__reduce_ex__(2) if tensor.device.type == "cpu" else (_on, (tensor.cpu(), tensor.device.type))
 
 
@@ -330,10 +286,9 @@ def _on(tensor: Tensor, device: str) -> Tensor:
     return tensor.to(device)
 
 
-def _load_share(found: list[Any], num_threads: int, load: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    import torch
+def _gathered(function: Callable[..., Any], arguments: tuple[Any, ...]) -> list[Any]:
+    import torch.distributed as dist
 
-    torch.set_num_threads(num_threads)  # an option of the first process
-    key = _ranks.next_key()  # even if loading fails here
-    found.append(load(*arguments))
-    _ranks.name(found[0], key)
+    results: list[Any] = [None] * _ranks.size
+    dist.all_gather_object(results, together(partial(function, *arguments)))
+    return results

@@ -67,7 +67,6 @@ def _quota(root: Path) -> int:
 
 
 def _numbers(listed: str) -> set[int]:
-    """Numbers of a list such as "0-7,16"."""
     ranges = (part.split("-") for part in listed.split(","))
     return {number for first, *last in ranges for number in range(int(first), int(last[0] if last else first) + 1)}
 

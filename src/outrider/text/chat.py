@@ -76,12 +76,10 @@ class ChatOptions:
 
     @property
     def has_generation_prompt(self) -> bool:
-        """Whether the beginning of the answer is written."""
         given = self.add_generation_prompt
         return not self.continue_final_message if given is None else given
 
     def given(self) -> dict[str, Any]:
-        """The options that differ from their defaults."""
         default = ChatOptions()
         options = {one.name: getattr(self, one.name) for one in fields(self)}
         return {name: value for name, value in options.items() if value not in (getattr(default, name), [], ())}

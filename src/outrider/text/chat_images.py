@@ -32,7 +32,6 @@ _UNREADABLE = (OSError, ValueError, SyntaxError, EOFError)  # of PIL, for broken
 
 
 def has_images(prompt: Any) -> bool:
-    """Whether it is a chat with images."""
     if isinstance(prompt, Chat) or not is_chat(prompt):  # a ``Chat`` is text alone
         return False
     contents = [message.get("content") for message in prompt if isinstance(message, Mapping)]
@@ -108,7 +107,6 @@ def chat_inputs(processor: Any | None, messages: Sequence[Any], *, reads_files: 
 
 
 def _opened(value: Any, where: str, *, reads_files: bool) -> tuple[Any, int]:
-    """An image that is not decoded, and ``_num_pixels``."""
     from PIL import Image
 
     try:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from outrider.text.thinking import Stage, Thinking
 from outrider.text.tool_formats import SPACE, ToolFormat
@@ -22,8 +21,7 @@ _HEAD = re.compile(
 _FIRST_KEY = re.compile(r'\s*{\s*"(?:name|type|id|arguments|parameters)"\s*:')
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """A part of the output.
 
     Attributes:
@@ -62,7 +60,7 @@ class OutputParser:
         pieces = []
         for part in parts:
             found = [part] if part.kind == "reasoning" else self._calls.feed(part.text)
-            pieces += [replace(piece, num_after=piece.num_after + part.num_after) for piece in found]
+            pieces += [piece._replace(num_after=piece.num_after + part.num_after) for piece in found]
         pieces += self._calls.feed("", is_end=True) if is_end else []
         return [piece for piece in pieces if self._has_content or piece.kind != "content"]
 
@@ -119,7 +117,6 @@ class ThoughtSplitter:
         return bool(marker)
 
     def _pass_on(self, pieces: list[Piece], *, is_end: bool) -> bool:
-        """Read content up to a header, and return whether there was one."""
         self._drop_space()
         held = num_undecided(self._text, self._markers)
         if is_end and ">" not in self._text[len(self._text) - held :]:  # no whole marker, so that it is text
@@ -327,7 +324,6 @@ class CallReader:
         return num_read
 
     def take(self) -> list[Piece]:
-        """The new parts of the call."""
         pieces = []
         if self._name is not None and not self.has_begun:
             self.has_begun = True

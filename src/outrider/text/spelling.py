@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 _MOST = 8  # tokens of a spelling; of longer ones the last are kept
 
@@ -63,8 +62,7 @@ def _is_byte(name: str) -> bool:
     return len(name) == 6 and name.startswith("<0x")
 
 
-@dataclass(frozen=True, slots=True)
-class Spelling:
+class Spelling(NamedTuple):
     """The target's tokens in the draft's.
 
     Attributes:
@@ -80,7 +78,6 @@ class Spelling:
 
     @property
     def num_equal(self) -> int:
-        """Tokens that both have."""
         return sum(i >= 0 for i in self.equals)
 
     def share_of(self, ids: Sequence[int]) -> float:

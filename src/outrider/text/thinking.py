@@ -217,18 +217,15 @@ class Thoughts:
 
     @property
     def _is_spent(self) -> bool:
-        """Whether no further message can be thoughts."""
         return bool(self._thinking.turn) and self._num_thoughts == self._budget
 
     @property
     def _forbidden(self) -> int | None:
-        """Token that would begin another message of thoughts, where the output is free."""
         begin = self._thinking.begin_ids
         return begin[1] if self._is_spent and self._head[-1:] == begin[:1] else None
 
     @property
     def _next_ids(self) -> set[int]:
-        """Tokens that continue a header."""
         num, thoughts = len(self._head), self._thinking.turn_ids + self._thinking.begin_ids
         headers = (self._answer,) if self._is_spent else (self._answer, thoughts)
         return {header[num] for header in headers if header[:num] == self._head and len(header) > num}

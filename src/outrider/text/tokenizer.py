@@ -190,7 +190,6 @@ def has_token(tokenizer: Any, token_id: int) -> bool:
 
 
 def vocab_size(tokenizer: Any) -> int:
-    """Largest token id plus one."""
     largest: int = max(tokenizer.get_vocab().values())
     return largest + 1
 

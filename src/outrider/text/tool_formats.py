@@ -56,7 +56,6 @@ class ToolFormat:
         return (self.opening + self.before).startswith(self.tokens[0])
 
     def new_id(self) -> str:
-        """A new call's number."""
         letters = string.ascii_letters + string.digits
         prefix = "call_" if self.id_length > 9 else ""
         return prefix + "".join(secrets.choice(letters) for _ in range(self.id_length))
@@ -165,7 +164,6 @@ def calls_grammar(
     """
 
     def literal(text: str) -> str:
-        """A fixed text, with its markers."""
         parts = re.split("|".join(f"({re.escape(token)})" for token in form.tokens), text)
         return " ".join(_marker(part, ids) if part in form.tokens else json.dumps(part) for part in parts if part)
 

@@ -229,7 +229,6 @@ def _say(message: str) -> None:
 
 
 def _lines_of(console: Console) -> Iterator[str]:
-    """Messages of the user, to the end of input."""
     if not (sys.stdin.isatty() and console.file.isatty()):
         try:
             for line in sys.stdin:

@@ -164,7 +164,6 @@ def generate(
 
 
 def _verify(setup: Setup, decoder: Decoder, row: dict[str, Any]) -> GreedyReport:
-    """Generate an output by plain decoding, and say whether it is the same."""
     from outrider.certify.divergence import compare_texts
 
     ids = row["prompt_ids"]

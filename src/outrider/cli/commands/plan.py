@@ -157,10 +157,10 @@ def _predictions(ks: Sequence[int], known: Mapping[str, float]) -> dict[str, Any
 
     def best(**changed: float) -> dict[str, Any] | None:
         found = max(predict(ks, **{**known, **changed}), key=lambda one: (one.speed_up, -one.k))
-        return asdict(found) if found.speed_up > 1 else None
+        return found._asdict() if found.speed_up > 1 else None
 
     limits = {"free": best(c=0.0), "agreeing": best(alpha=1.0)}
-    return {"predictions": [asdict(one) for one in predict(ks, **known)], "best": best(), "limits": limits}
+    return {"predictions": [one._asdict() for one in predict(ks, **known)], "best": best(), "limits": limits}
 
 
 def _numbers_of(text: str) -> dict[str, float]:

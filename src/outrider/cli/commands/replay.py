@@ -186,7 +186,6 @@ def _has_no_draft(file: Path) -> bool:
 
 
 def _options_json(header: Header) -> dict[str, Any]:
-    """Sampling options of a log, and whether it has p."""
     options = {one.name: getattr(header.sampling, one.name) for one in fields(Sampling) if one.name != "processor"}
     if (bias := header.sampling.logit_bias) is not None:  # as text: JSON has no -inf
         options["logit_bias"] = {str(i): repr(float(value)) for i, value in bias.items()}
@@ -194,7 +193,6 @@ def _options_json(header: Header) -> dict[str, Any]:
 
 
 def _foreign(log: Path, prompts: Path, tokenizer_of: str, models: Path | None) -> tuple[Header, list[Record]]:
-    """Read a log of printed tensors as greedy outputs, each ended by its length."""
     from outrider.measure.log import Header, Record
     from outrider.measure.rounds_file import read_tensors
     from outrider.models.reading import load_tokenizer

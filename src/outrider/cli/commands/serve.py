@@ -179,7 +179,6 @@ def serve(
 
 @contextmanager
 def _log_on_stderr() -> Iterator[None]:
-    """Log the server's work on standard error."""
     handler = OnStderr()
     if sys.stderr.isatty():
         handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))

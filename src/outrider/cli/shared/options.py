@@ -227,13 +227,11 @@ def over_checkpoint(
 
 
 def not_given(context: typer.Context, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of options that the command line does not give."""
     sources = {name: getattr(context.get_parameter_source(name), "name", "DEFAULT") for name in values}
     return {name: value for name, value in values.items() if sources[name] == "DEFAULT"}
 
 
 def is_given(context: typer.Context, name: str) -> bool:
-    """Whether the command line gives an option."""
     return not not_given(context, {name: None})
 
 

@@ -66,7 +66,6 @@ class OnStderr(logging.Handler):
 
 
 def log_to_stderr(name: str = "outrider") -> None:
-    """Show a logger's messages on standard error."""
     logger = logging.getLogger(name)
     if not (logger.handlers or logging.getLogger("outrider").handlers):
         logger.addHandler(OnStderr())
@@ -157,7 +156,6 @@ def title_of(name: str) -> str:
 
 
 def print_report(console: Console, document: Mapping[str, Any]) -> None:
-    """Print the tables and lines of a document."""
     from outrider.pages.reports import report_of
 
     tables, lines = report_of(document)
@@ -168,7 +166,6 @@ def print_report(console: Console, document: Mapping[str, Any]) -> None:
 
 
 def show_table(console: Console, table: Table) -> None:
-    """Print a table of a report."""
     from rich.markup import escape
 
     from outrider.measure.tables import new_table

@@ -148,7 +148,6 @@ class PairOptions:
 
     @property
     def placement(self) -> Placement:
-        """The target's placement."""
         from outrider.models.registry import Placement
 
         shared = {name: getattr(self, name) for name in _PLACED}
@@ -156,7 +155,6 @@ class PairOptions:
 
     @property
     def draft_placement(self) -> Placement:
-        """The drafts' placement."""
         from outrider.models.registry import Placement
 
         return Placement(
@@ -169,7 +167,6 @@ class PairOptions:
         )
 
     def load_draft(self, decoder: Decoder, name: str) -> Drafter:
-        """Load a draft for the target."""
         return self.load_named(decoder, name)[1]
 
     def load_named(self, decoder: Decoder, name: str) -> tuple[str, Drafter]:
@@ -190,7 +187,6 @@ class PairOptions:
 
 
 def _same(name: str) -> Any:
-    """A field of ``PairOptions``, for groups that share it."""
     (found,) = (one for one in fields(PairOptions) if one.name == name)
     return field(default=found.default, metadata=found.metadata)
 

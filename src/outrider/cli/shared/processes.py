@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Callable
 
 from outrider.errors import DeviceError
-from outrider.system.ranks import Ranks, has_lost_others, join
+from outrider.system.ranks import Ranks, join
 
 _LOST = "another process of this job was killed or has crashed (its memory may be full); torchrun reports which one"
 
@@ -40,7 +40,7 @@ def run_together(command: Callable[[], int], mistake: Callable[[BaseException], 
         elif code := command():
             ranks.fail()  # it has printed the reason
     except BaseException as error:
-        message = _LOST if has_lost_others(error) else mistake(error)
+        message = _LOST if _has_lost_others(error) else mistake(error)
         code = 1 if message is None else 2
         _report(ranks, traceback.format_exc().rstrip() if message is None else f"error: {message}")
     sys.stdout.flush()
@@ -62,8 +62,15 @@ def _watch_signals(ranks: Ranks, signals: set[signal.Signals]) -> None:
     """
     while signal.sigwait(signals) == signal.SIGINT:
         ranks.is_interrupted = True
-        if ranks.rank == 0 and not ranks.has_begun:  # there is nothing to save
-            ranks.fail()
-            os._exit(128 + signal.SIGINT)
     _report(ranks, f"error: {_LOST}")
     os._exit(128 + signal.SIGTERM)
+
+
+def _has_lost_others(error: BaseException | None) -> bool:
+    import torch.distributed as dist
+
+    while error is not None:
+        if isinstance(error, dist.DistError) or "gloo/transport" in str(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False

@@ -50,7 +50,6 @@ class Setup:
     has_probs: bool = False
 
     def settings(self, line: PromptLine | None = None) -> dict[str, Any]:
-        """Everything that determines a prompt's output."""
         options = self.options if line is None else self.options | line.options
         more = self.template.to_json() | ({"probs": True} if self.has_probs else {})
         return options_json(self.pair, options, draft=self.draft, num_draft_tokens=self.k, **more)

@@ -133,7 +133,6 @@ class RayWorkers:
         return self._first()[0]
 
     def origin(self) -> dict[str, Any]:
-        """Provenance of a worker, with this process's command."""
         return self._first()[1] | {"argv": sys.argv[1:]}
 
     def _first(self) -> tuple[str, dict[str, Any]]:
@@ -145,7 +144,6 @@ class RayWorkers:
         return about
 
     def _all(self, method: str, prompts: Prompts) -> Iterator[Any]:
-        """Hand prompts out in batches, and yield the results of each batch when the batch ends."""
         import ray
 
         # Each worker gets several batches, so that all end at about the same time.

@@ -36,7 +36,6 @@ class TemplateOptions:
 
     @property
     def is_chat(self) -> bool:
-        """Whether texts become chats."""
         return self.chat or self.system is not None or self.chat_template_kwargs is not None
 
     def __post_init__(self) -> None:
@@ -53,7 +52,6 @@ class TemplateOptions:
         return ChatOptions(system=self.system, chat_template_kwargs=json.loads(self.chat_template_kwargs or "{}"))
 
     def to_json(self) -> dict[str, Any]:
-        """For the options of a document."""
         return {"chat": self.is_chat, "system": self.system, "chat_template_kwargs": self.chat_template_kwargs}
 
     def prompt(self, given: str | Chat) -> str | Chat:

@@ -42,12 +42,10 @@ class Writer:
         self._console.file.flush()
 
     def end(self) -> None:
-        """End the last line."""
         self._console.file.write("\n")
         self._console.file.flush()
 
     def write(self, text: str, style: str = "") -> None:
-        """Write a piece of text."""
         from rich.cells import cell_len
         from rich.control import strip_control_codes
 
@@ -83,7 +81,6 @@ class Writer:
                     self._word, self._word_len = [], 0
 
     def _move_word(self) -> None:
-        """Move the word at the end of the line to the next line."""
         word, length = self._word, self._word_len
         if length:
             self._put(f"\x1b[{length}D\x1b[K")

@@ -117,7 +117,6 @@ class Source:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the parameter."""
         # Without operators on the device "meta", whose first use imports seconds of PyTorch's compiler.
         first, *others = (one.shape for one in self.tensors)
         if any(len(other) != len(first) or len(first) < 2 for other in others):
@@ -139,7 +138,6 @@ class Source:
         return 4 * self.shape[-1] * has_places + sum(one.num_bytes for one in self.tensors)
 
     def numbers(self) -> Tensor:
-        """The parameter, float32."""
         parts = [one.numbers() for one in self.tensors]
         joined = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-2)
         ordered = joined if self.order is None else joined[self.order]

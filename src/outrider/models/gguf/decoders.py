@@ -11,37 +11,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from outrider.models.gguf import keys
 from outrider.models.gguf.family import DECODER, EXPERTS, NORMS_OF_HEADS, SHARED_EXPERT, Family, pairs_to_halves
-from outrider.models.gguf.keys import (
-    SOFTMAX_OF_CHOSEN,
-    Stated,
-    decoder_fields,
-    expert_fields,
-    head_fields,
-    layer_types,
-    routed_fields,
-    two_ropes,
-    whole_fields,
-    window_of_all,
-)
 
 
-def _llama(stated: Stated) -> dict[str, Any]:
+def _llama(stated: keys.Stated) -> dict[str, Any]:
     biases = {"attention_bias": stated.has("blk.0.attn_q.bias"), "mlp_bias": stated.has("blk.0.ffn_up.bias")}
-    return decoder_fields(stated) | biases
+    return keys.decoder_fields(stated) | biases
 
 
-def _qwen3(stated: Stated) -> dict[str, Any]:
-    return decoder_fields(stated) | {"attention_bias": stated.has("blk.0.attn_q.bias")}
+def _qwen3(stated: keys.Stated) -> dict[str, Any]:
+    return keys.decoder_fields(stated) | {"attention_bias": stated.has("blk.0.attn_q.bias")}
 
 
-def _qwen3moe(stated: Stated) -> dict[str, Any]:
-    return _qwen3(stated) | expert_fields(stated) | {"norm_topk_prob": True}
+def _qwen3moe(stated: keys.Stated) -> dict[str, Any]:
+    return _qwen3(stated) | keys.expert_fields(stated) | {"norm_topk_prob": True}
 
 
-def _gpt_oss(stated: Stated) -> dict[str, Any]:
-    fields, number = decoder_fields(stated), "num_local_experts"
-    moe = expert_fields(stated, number=number, is_normalized=False, gate=SOFTMAX_OF_CHOSEN)
+def _gpt_oss(stated: keys.Stated) -> dict[str, Any]:
+    fields, number = keys.decoder_fields(stated), "num_local_experts"
+    moe = keys.expert_fields(stated, number=number, is_normalized=False, gate=keys.SOFTMAX_OF_CHOSEN)
     rope = fields["rope_parameters"]
     stated.check("rope.freq_base_swa", rope["rope_theta"])
     if rope["rope_type"] == "yarn":
@@ -52,37 +41,37 @@ def _gpt_oss(stated: Stated) -> dict[str, Any]:
         "intermediate_size": moe.pop("moe_intermediate_size"),
         **moe,
         "sliding_window": stated.take("attention.sliding_window"),
-        "layer_types": layer_types(stated, 2),
+        "layer_types": keys.layer_types(stated, 2),
     }
 
 
-def _glm4(stated: Stated) -> dict[str, Any]:
-    fields = decoder_fields(stated, is_partial=True)
+def _glm4(stated: keys.Stated) -> dict[str, Any]:
+    fields = keys.decoder_fields(stated, is_partial=True)
     fields["rope_parameters"].setdefault("partial_rotary_factor", 1.0)
     return fields | {"attention_bias": stated.has("blk.0.attn_q.bias")}
 
 
-def _glm4moe(stated: Stated) -> dict[str, Any]:
+def _glm4moe(stated: keys.Stated) -> dict[str, Any]:
     return {
         **_glm4(stated),
-        **routed_fields(stated, False),
+        **keys.routed_fields(stated, False),
         "first_k_dense_replace": stated.take("leading_dense_block_count", 0),
         "use_qk_norm": stated.has("blk.0.attn_q_norm.weight"),
     }
 
 
-def _olmo2(stated: Stated) -> dict[str, Any]:
-    fields = whole_fields(stated)
+def _olmo2(stated: keys.Stated) -> dict[str, Any]:
+    fields = keys.whole_fields(stated)
     window = stated.take("attention.sliding_window", 0)
     if not window:
         return fields
     full = fields["rope_parameters"]
-    fields |= two_ropes(stated, full, full["rope_theta"])
-    return fields | {"model_type": "olmo3", "sliding_window": window, "layer_types": layer_types(stated, 4)}
+    fields |= keys.two_ropes(stated, full, full["rope_theta"])
+    return fields | {"model_type": "olmo3", "sliding_window": window, "layer_types": keys.layer_types(stated, 4)}
 
 
-def _mistral3(stated: Stated) -> dict[str, Any]:
-    fields = decoder_fields(stated)
+def _mistral3(stated: keys.Stated) -> dict[str, Any]:
+    fields = keys.decoder_fields(stated)
     rope, beta = fields["rope_parameters"], stated.take("attention.temperature_scale", 0.0)
     if mscale := stated.take("rope.scaling.yarn_log_multiplier", 0.0):
         if rope["rope_type"] != "yarn":
@@ -95,15 +84,15 @@ def _mistral3(stated: Stated) -> dict[str, Any]:
     return fields
 
 
-def _phi3(stated: Stated) -> dict[str, Any]:
+def _phi3(stated: keys.Stated) -> dict[str, Any]:
     # llama.cpp ignores the window, and says that results suffer; Transformers' model, which is the authors', has it.
-    rope = whole_fields(stated, is_partial=True)
+    rope = keys.whole_fields(stated, is_partial=True)
     original = rope["rope_parameters"].get("original_max_position_embeddings", stated.take("context_length"))
-    return rope | {"sliding_window": window_of_all(stated), "original_max_position_embeddings": original}
+    return rope | {"sliding_window": keys.window_of_all(stated), "original_max_position_embeddings": original}
 
 
-def _gpt2(stated: Stated) -> dict[str, Any]:
-    heads = head_fields(stated)
+def _gpt2(stated: keys.Stated) -> dict[str, Any]:
+    heads = keys.head_fields(stated)
     if heads["num_key_value_heads"] != heads["num_attention_heads"]:
         raise stated.refusal("attention.head_count_kv", heads["num_key_value_heads"])
     return {"num_attention_heads": heads["num_attention_heads"], "n_inner": stated.single("feed_forward_length")}
@@ -132,7 +121,7 @@ _LAYER_NORM = "attention.layer_norm_epsilon"
 
 DECODERS = {
     "llama": Family("llama", _llama, order=pairs_to_halves),
-    "qwen2": Family("qwen2", decoder_fields),
+    "qwen2": Family("qwen2", keys.decoder_fields),
     "qwen3": Family("qwen3", _qwen3, tensors=DECODER | NORMS_OF_HEADS),
     "qwen3moe": Family("qwen3_moe", _qwen3moe, tensors=DECODER | NORMS_OF_HEADS | EXPERTS),
     "gpt-oss": Family(
@@ -184,7 +173,7 @@ DECODERS = {
     "phi3": Family("phi3", _phi3, tensors=DECODER | {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}),
     "starcoder2": Family(
         "starcoder2",
-        whole_fields,
+        keys.whole_fields,
         ("norm_epsilon", _LAYER_NORM),
         tensors=DECODER | {"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
     ),

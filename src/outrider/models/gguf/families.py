@@ -6,8 +6,7 @@ One table serves every reader of a file.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from outrider.errors import ModelCorrupt, OutriderError, UnsupportedModel
 from outrider.models.gguf.decoders import DECODERS
@@ -22,8 +21,7 @@ _LOG = logging.getLogger(__name__)
 _OF_IMAGES = ("v.", "a.", "mm.")  # beginnings of tensors that Ollama has in the file of a model
 
 
-@dataclass(frozen=True, slots=True)
-class StatedModel:
+class StatedModel(NamedTuple):
     """The model that a file states."""
 
     config: Any  # Transformers' configuration

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -35,8 +35,7 @@ _MOST_DIMENSIONS = 4
 _SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 
 
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
+class StoredTensor(NamedTuple):
     """A tensor in a file."""
 
     file: Path
@@ -61,7 +60,6 @@ class StoredTensor:
         return np.memmap(self.file, np.uint8, "c", self.begin, self.stored_shape)
 
     def numbers(self) -> Tensor:
-        """The numbers, float32."""
         return torch.from_numpy(np.array(_numbers(self.raw(), self.kind), np.float32).reshape(self.shape))
 
 
@@ -122,8 +120,6 @@ def _read(shards: Sequence[Path]) -> GgufFile:
 
 
 class _Header:
-    """The header of one file, read from beginning to end."""
-
     def __init__(self, path: Path) -> None:
         self.path, self._at = path, 0
         with path.open("rb") as file:
@@ -199,7 +195,6 @@ class _Header:
         return tensor
 
     def _count(self, stated: int, least_bytes: int) -> int:
-        """Length of a list, if so many entries fit into the rest of the file."""
         if stated * least_bytes > self._size - self._at:
             raise self._damage(f"a list of {stated} entries")
         return stated
@@ -252,7 +247,6 @@ def is_readable(kind: int) -> bool:
 
 
 def type_name(kind: int) -> str:
-    """ggml's name of a type."""
     from gguf import GGMLQuantizationType
 
     return GGMLQuantizationType(kind).name
@@ -260,7 +254,6 @@ def type_name(kind: int) -> str:
 
 @lru_cache(maxsize=1)
 def _block_sizes() -> dict[int, tuple[int, int]]:
-    """Numbers in a block, and its bytes, for each of ggml's types."""
     from gguf import GGML_QUANT_SIZES
 
     return {int(kind): sizes for kind, sizes in GGML_QUANT_SIZES.items()}

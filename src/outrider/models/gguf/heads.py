@@ -154,7 +154,6 @@ def _read(sources: Mapping[str, Source], num_digits: int | None) -> dict[str, Te
 
 
 def _fields(stated: Stated, *, is_eagle3: bool) -> dict[str, Any]:
-    """The config.json that says what the keys say."""
     if stated.num_layers > len(stated.file.tensors):  # each layer has some
         raise ModelCorrupt(f"{stated.name}: the file states {stated.num_layers} layers, and has too few tensors")
     fields: dict[str, Any] = {

@@ -35,7 +35,6 @@ from outrider.models.gguf.keys import (
 
 
 def _mamba_sizes(stated: Stated) -> dict[str, Any]:
-    """Sizes of all layers, under their names in most configurations."""
     inner, num_heads = stated.take("ssm.inner_size"), stated.take("ssm.time_step_rank")
     return {
         "mamba_d_conv": stated.take("ssm.conv_kernel"),

@@ -136,7 +136,6 @@ class Stated:
 
 
 def head_fields(stated: Stated) -> dict[str, Any]:
-    """Numbers of heads, and their size."""
     num_heads = stated.single("attention.head_count")
     counts = stated.each("attention.head_count_kv", num_heads)
     if len({*counts} - {0}) != 1:  # 0 in layers without attention
@@ -146,7 +145,6 @@ def head_fields(stated: Stated) -> dict[str, Any]:
 
 
 def head_size(stated: Stated, num_heads: int) -> int:
-    """Size of keys and values."""
     size: int = stated.take("attention.key_length", stated.take("embedding_length") // num_heads)
     stated.check("attention.value_length", size)
     return size

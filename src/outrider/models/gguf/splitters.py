@@ -13,7 +13,7 @@ in place of some expressions), as in llama-cpp-python 0.3.36. The expressions he
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 _CONTRACTION = "(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
 _SPACES = r"\s+(?!\S)|\s+"
@@ -57,8 +57,7 @@ _CLAUSES = r" ?[^(\s|.,!?…。，、।۔،)]+"
 _LINES = r"\n+"
 
 
-@dataclass(frozen=True, slots=True)
-class Splitter:
+class Splitter(NamedTuple):
     """Rule of words, and what depends on its name besides."""
 
     # Expressions, each applied to the pieces that those before it left: a match is a piece of its own, and so is the

@@ -132,8 +132,6 @@ def _splitter(stated: Mapping[str, Any], name: str) -> Splitter:
 
 @dataclass(frozen=True, slots=True)
 class _Vocabulary:
-    """The vocabulary of a file."""
-
     name: str  # of the model, for messages
     stated: Mapping[str, Any]  # by keys without their common beginning
     splitter: Splitter
@@ -156,7 +154,6 @@ class _Vocabulary:
         return self.texts[index]
 
     def additions(self) -> tuple[bool, bool]:
-        """Whether texts begin with BOS, and end in EOS."""
         adds_bos = self.stated.get("add_bos_token", self.splitter.adds_bos) or self.splitter.always_adds_bos
         adds_eos = self.stated.get("add_eos_token", False)
         for role, adds in (("bos", adds_bos), ("eos", adds_eos)):
@@ -165,7 +162,6 @@ class _Vocabulary:
         return adds_bos, adds_eos
 
     def fill(self, backend: Tokenizer) -> None:
-        """Set all parts of a tokenizer, but what it adds to texts."""
         from tokenizers import Regex, decoders, normalizers, pre_tokenizers
         from tokenizers.models import BPE
 

@@ -79,7 +79,6 @@ class Head(nn.Module, ABC):
         """Plan of the forward and the LM head for the native engine. Raises NotPlanned."""
 
     def layer_shapes(self, target: LM) -> list[LayerShape]:
-        """Cache shapes of its decoder layers."""
         config, first = self.config, cast(Any, self.layers[0])
         num_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         size = first.self_attn.head_dim

@@ -259,7 +259,6 @@ class BlockHead(Head):
 
 
 def _through(layer: Any, hidden: Tensor, about: Mapping[str, Any]) -> Tensor:
-    """Through a layer with convolutions around its attention and its MLP."""
 
     def attend(inputs: Tensor) -> Tensor:
         attended: Tensor = layer.self_attn(hidden_states=inputs, **about)[0]
@@ -276,12 +275,10 @@ def _rotate(values: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _part_of(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Any]:
-    """Weights of a part, by their names in it."""
     return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
 
 
 def _value(stated: Mapping[str, Any], key: str, default: Any = None) -> Any:
-    """A value of the configuration, wherever it is stated."""
     inner = stated.get("dflash_config") or {}
     return inner.get(key, stated.get(key, default))
 

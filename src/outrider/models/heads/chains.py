@@ -292,7 +292,6 @@ def load_mtp(stored: Mapping[str, Tensor], prefix: str, name: str, target: LM) -
 
 
 def tell_of_others(name: str, num_layers: int) -> None:
-    """Tell of MTP layers that are not used."""
     if num_layers > 1:
         _LOG.warning("%s: of %d MTP layers the first drafts all tokens, the others are not used", name, num_layers)
 
