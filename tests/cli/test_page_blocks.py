@@ -35,8 +35,6 @@ FILES = {
     "animal.lark": 'start: " " ("fox" | "hen")\n',
     "story.txt": "The king saw the queen and the queen saw the king.\n" * 100,
 }
-
-
 FENCE = re.compile(r"^(?:<!-- ([^\n]*?) -->\n\n?)?```([^\n]*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
@@ -133,11 +131,7 @@ def url() -> Iterator[Callable[[], str]]:
     "page", [page for page in PAGES if any(one.is_run for one in blocks_of(page))], ids=lambda page: page.name
 )
 def test_blocks_run(
-    page: Path,
-    outrider: Outrider,
-    url: Callable[[], str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    page: Path, outrider: Outrider, url: Callable[[], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a folder with the files that commands name."""
     for name, text in FILES.items():
