@@ -1,48 +1,23 @@
 """The lm-evaluation-harness as a client: its ``local-completions`` gets the scores and texts of the target itself."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import lm_eval
 import pytest
-import yaml
 from lm_eval.api.registry import get_model
 from lm_eval.tasks import TaskManager
 from servers import running
 
+from harness_tasks import TASKS, write_tasks
 from outrider.measure.teacher_forcing import Text, force
 from pairs import embedded
-
-CHOICES = [
-    {"text": "The fox saw the hen", "choices": ["and ran.", "at noon", "."], "label": 0},
-    {"text": "Once upon a time an old king had three sons.", "choices": ["The", "So"], "label": 1},
-    {"text": "  a   b ", "choices": [" c", "ccc ddd eee fff"], "label": 1},
-    {"text": "", "choices": ["A", "B C"], "label": 1},
-]
-PROMPTS = ["The fox saw the hen", "Once upon a time an old king had three sons. " * 2, " b "]
-ENDINGS = {"output_type": "multiple_choice", "doc_to_text": "{{text}}", "doc_to_choice": "choices"}
-ANSWERS = {"output_type": "generate_until", "doc_to_text": "{{text}}", "doc_to_target": "{{answer}}"}
-HOW = {"until": ["e", "ou"], "do_sample": False, "max_gen_toks": 12}
-TASKS: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
-    "endings": (CHOICES, ENDINGS | {"doc_to_target": "label", "metric_list": [{"metric": "acc"}]}),
-    "answers": (
-        [{"text": text, "answer": "no"} for text in PROMPTS],
-        ANSWERS | {"generation_kwargs": HOW, "metric_list": [{"metric": "exact_match"}]},
-    ),
-}
 
 
 def test_scores_and_texts_through_the_server_are_the_targets(tmp_path: Path) -> None:
     """With the server's tokenizer alone."""
-    for name, (documents, config) in TASKS.items():
-        data = tmp_path / f"{name}.jsonl"
-        data.write_text("".join(json.dumps(document) + "\n" for document in documents))
-        files = {"data_files": {"test": str(data)}, "cache_dir": str(tmp_path / "cache")}
-        more = {"task": name, "dataset_path": "json", "dataset_kwargs": files, "test_split": "test"}
-        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(more | config))
     decoder = embedded("float64")
-    tasks = TaskManager(include_path=str(tmp_path), include_defaults=False)
+    tasks = TaskManager(include_path=str(write_tasks(tmp_path)), include_defaults=False)
 
     def logprobs(ids: list[int], num_given: int) -> float:
         (chunk,) = force(decoder.target, [Text(ids, num_given)])
