@@ -402,7 +402,7 @@ def llm(at: At) -> None:
 
 
 def lm_eval(at: At) -> None:
-    """scores of choices and pages, texts; chats"""
+    """scores of choices, texts; chats"""
     import lm_eval as library
     from lm_eval.tasks import TaskManager
 

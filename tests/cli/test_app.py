@@ -7,7 +7,7 @@ import shlex
 import signal
 import subprocess
 import sys
-from importlib.metadata import entry_points, version
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,8 @@ import torch
 
 from commands import Outrider, command_of
 from outrider.cli.app import EXAMPLES
+from outrider.cli.shared import progress as module
+from outrider.cli.shared.progress import count_items, line_of, progress
 from outrider.models.registry import known_models
 from outrider.options import LOOKUPS
 
@@ -52,13 +54,6 @@ def test_help_has_all_options_and_the_examples(outrider: Outrider, monkeypatch: 
             value = params.get(name) or []
             for model in [value] if isinstance(value, str) else value:
                 assert model.endswith(".gguf") or " " in model or model in {*known_models(), *LOOKUPS, "none"}
-
-
-def test_the_program_is_installed_under_its_name(outrider: Outrider) -> None:
-    (script,) = [entry for entry in entry_points(group="console_scripts") if entry.name == "outrider"]
-    assert script.value == "outrider.cli.app:main"
-    ended = outrider("--version")
-    assert (ended.code, ended.out) == (0, f"outrider {version('outrider')}\n")
 
 
 def test_output_that_nobody_reads_or_that_cannot_be_written() -> None:
@@ -106,3 +101,26 @@ def test_a_device_whose_memory_is_full(outrider: Outrider, monkeypatch: pytest.M
     monkeypatch.setattr("outrider.runtime.lm.LM.forward", fail)
     message = outrider("generate", "Once", "-n", 3, "--execution", "eager").error
     assert message.startswith("out of device memory (CUDA out of memory): choose a narrower --dtype")
+
+
+def test_a_pipe_is_told_of_slow_work(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """And of nothing that is quick."""
+    told = threading.Event()
+    say = module.say
+
+    def saying(line: str) -> None:
+        say(line)
+        told.set()
+
+    monkeypatch.setattr(module, "say", saying)
+    monkeypatch.setattr(module, "FIRST_S", 0.01)
+    with progress("runs", 3, done=1) as advance:
+        assert [*count_items("ab", advance)] == ["a", "b"]
+        told.clear()  # a line may have come before
+        assert told.wait(60)
+    assert capsys.readouterr().err.splitlines()[-1].startswith("runs: 3 of 3, ")
+    assert line_of("runs", 20.0, 40, 30, 10) == "runs: 30 of 40, 20 s, about 20 s left"  # 20 are of earlier runs
+    monkeypatch.setattr(module, "FIRST_S", 1e6)
+    with progress("runs", 3):
+        pass
+    assert capsys.readouterr().err == ""

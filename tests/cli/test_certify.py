@@ -19,11 +19,10 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(controls, "CONTROLS", controls.CONTROLS[1:4:2])
 
 
-def test_a_certificate_is_the_same_once_more(
+def test_certificates_repeat(
     outrider: Outrider, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """K is chosen as it goes. (Not by times here: where a draft is dear, there are few drafts, and a mistake in how
-    drafts are judged would not show.)"""
+    """K is chosen as it goes: not by times here, so that there are drafts to judge wherever the test runs."""
     monkeypatch.setattr("outrider.decoding.schedule.Estimates.choose", lambda self, rows, num_rows: (4, 4))
     file, page = tmp_path / "certificate.json", tmp_path / "certificate.html"
     options = "--num-tokens", 300, "-n", 12, "-k", "auto", "--top-k", 500, "--acceptance", "gumbel"

@@ -33,10 +33,6 @@ def test_the_race_the_verdict_the_document_and_the_page(outrider: Outrider, tmp_
     assert texts["plain"] == embedded("float64").plain().generate(PROMPT, **options)[0].text
     assert texts[names[2]] == embedded("float64").generate(PROMPT, num_draft_tokens=3, **options)[0].text
     assert document["baseline"] == "plain" and arms[0]["speed_up"] is None
-    for arm in arms:
-        times = arm["time_s"]
-        parts = [times[part] for part in ("prefill", "draft", "verify", "rest")]
-        assert times["total"] == pytest.approx(sum(parts)) and min(parts) > 0 and arm["num_cases"] == 2
     for arm in arms[1:]:
         speed = arm["speed_up"]
         assert speed["low"] < speed["value"] < speed["high"]
@@ -90,9 +86,7 @@ def test_what_is_raced_by_default(outrider: Outrider, tmp_path: Path) -> None:
     assert options["chat"] and options["prompt"] == command._TASK and options["target"] == str(folder)
 
 
-def test_on_a_terminal_the_arms_race_side_by_side(
-    outrider: Outrider, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_on_a_terminal_arms_race_in_panels(outrider: Outrider, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Each has a panel with its text, within the height of the terminal. Ctrl-C shows the cursor again, and the panels
     stay."""
     file = io.StringIO()

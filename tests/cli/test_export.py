@@ -5,7 +5,6 @@ import os
 import shlex
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -29,9 +28,7 @@ def _values(script: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(("to", "temperature"), [("vllm", 0.8), ("vllm", 0.0), ("llama.cpp", 0.8)])
-def test_each_folder_has_the_rule_and_the_options(
-    outrider: Outrider, tmp_path: Path, to: str, temperature: float
-) -> None:
+def test_folders_have_the_rule_and_the_options(outrider: Outrider, tmp_path: Path, to: str, temperature: float) -> None:
     words = "--to", to, "-t", temperature, "--top-k", 7, "--repetition-penalty", 1.25, "-k", 3
     ended = outrider("export", *words, "--output", tmp_path / "out", "--json", tmp_path / "json")
     assert (ended.code, ended.err) == (0, "")
@@ -89,14 +86,11 @@ def test_heads_are_linked_or_converted_with_their_target(outrider: Outrider, tmp
             config = json.loads((output / "speculative.json").read_text())
             assert (config["method"], config["num_speculative_tokens"]) == (kind, 4)
 
-    def error(to: str, *more: object, **head: Any) -> str:
-        write_block(tmp_path / "dflash", model, **{"layout": "speculators"} | head)
-        pair = "--target", target, "--draft", tmp_path / "dflash"
-        return outrider("export", "--to", to, *pair, "--output", tmp_path / "none", *more).error
-
-    assert "takes eagle3 heads, too" in error("llama.cpp", "-k", 2)
-    assert "drafts at most 4 tokens" in error("vllm", "-k", 5)
-    assert "is a DFlash 2 head" in error("vllm", layout="zlab", is_second=True)
+    pair = "--target", target, "--draft", tmp_path / "dflash", "--output", tmp_path / "none"
+    assert "takes eagle3 heads, too" in outrider("export", "--to", "llama.cpp", *pair, "-k", 2).error
+    assert "drafts at most 4 tokens" in outrider("export", "--to", "vllm", *pair, "-k", 5).error
+    write_block(tmp_path / "dflash", model, layout="zlab", is_second=True)
+    assert "is a DFlash 2 head" in outrider("export", "--to", "vllm", *pair).error
     assert not (tmp_path / "none").exists()
 
 

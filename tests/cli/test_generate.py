@@ -132,8 +132,7 @@ def test_options_reach_the_loader(parsed: Any, tmp_path: Path) -> None:
 
 
 def test_on_a_terminal_the_prompt_stands_before_the_text(outrider: Outrider, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And markup in it is left alone. Waiting for typed text without a word would look
-    like hanging."""
+    """And markup in it is left alone. Waiting for typed text without a word would look like hanging."""
     screen = type("Screen", (io.StringIO,), {"isatty": lambda self: True})
     assert "give one as an argument, pipe it in, or use --prompts FILE" in outrider("generate", stdin=screen()).error
     terminal = screen()

@@ -67,9 +67,7 @@ def test_every_prompt_has_its_line(outrider: Outrider, prompts: Path, tmp_path: 
     assert completions == [{key: row[key] for key in row.keys() - {"settings", "model"}} for row in rows]
 
 
-def test_an_interrupted_run_is_continued(
-    outrider: Outrider, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_runs_are_continued(outrider: Outrider, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After any lines, whole or half-written: in the end the file has the lines that an uninterrupted run writes, and
     what was there is not generated again."""
     output = tmp_path / "out.jsonl"
@@ -120,9 +118,7 @@ def test_the_output_of_another_run_is_left_alone(outrider: Outrider, prompts: Pa
     assert texts_of(output) == said([*PROMPTS, "And then"])
 
 
-def test_a_file_that_is_no_output_or_has_zeros_in_it_is_left_alone(
-    outrider: Outrider, prompts: Path, tmp_path: Path
-) -> None:
+def test_other_files_and_those_with_zeros_are_left_alone(outrider: Outrider, prompts: Path, tmp_path: Path) -> None:
     """Nor is a note without a newline the half-written line of a run. A loss of power can leave zeros before lines that
     are whole: those are not thrown away."""
     notes = tmp_path / "notes.txt"
@@ -140,7 +136,7 @@ def test_a_file_that_is_no_output_or_has_zeros_in_it_is_left_alone(
     assert output.read_bytes() == damaged
 
 
-def test_ctrl_c_keeps_the_lines_that_are_done(
+def test_ctrl_c_keeps_what_is_done(
     outrider: Outrider, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Exit code 130; started again, the run ends as if it had not been interrupted. What is not kept is not counted."""

@@ -141,27 +141,27 @@ def test_mistakes_are_told_before_the_work(
 
 
 @pytest.mark.parametrize(
-    ("words", "stdin", "message"),
+    ("words", "message"),
     [
-        ([""], b"", "the prompt is empty: give at least one token of text to start from"),
-        ([], "Grüße".encode("latin-1"), "standard input is not UTF-8 (byte 2)"),
-        (["--prompts", "long", "--output", "out.jsonl"], b"", "long, line 3: the prompt has "),
-        (["--prompts", "list"], b"", "line 3: not a JSON object"),
-        (["--prompts", "latin"], b"", "line 2: not UTF-8 (byte 7): convert it"),
-        (["w1", "--target", "bloom"], b"", "uses ALiBi"),
-        (["Once", "--draft", "model"], b"", "fable and model have different tokenizers"),
-        (["Once", "--draft", "corrupt"], b"", "the weights of corrupt cannot be read"),
-        (["w1", "--target", "pickled"], b"", "pytorch_model.bin, a pickle"),
+        ([""], "the prompt is empty: give at least one token of text to start from"),
+        ([], "standard input is not UTF-8 (byte 2)"),
+        (["--prompts", "long", "--output", "out.jsonl"], "long, line 3: the prompt has "),
+        (["--prompts", "list"], "line 3: not a JSON object"),
+        (["--prompts", "latin"], "line 2: not UTF-8 (byte 7): convert it"),
+        (["w1", "--target", "bloom"], "uses ALiBi"),
+        (["Once", "--draft", "model"], "fable and model have different tokenizers"),
+        (["Once", "--draft", "corrupt"], "the weights of corrupt cannot be read"),
+        (["w1", "--target", "pickled"], "pytorch_model.bin, a pickle"),
     ],
     ids=lambda value: " ".join(value)[:30] if isinstance(value, list) else "",
 )
 def test_prompts_and_models_that_cannot_be_used(
-    outrider: Outrider, models: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], stdin: bytes, message: str
+    outrider: Outrider, models: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], message: str
 ) -> None:
     """A file of prompts is read to its end before the first is continued."""
     monkeypatch.chdir(models)
     before = sorted(models.rglob("*"))
-    assert message in outrider("generate", *words, "--json", "left.json", stdin=stdin).error
+    assert message in outrider("generate", *words, "--json", "left.json", stdin="Grüße".encode("latin-1")).error
     assert sorted(models.rglob("*")) == before
 
 

@@ -71,7 +71,7 @@ def test_a_sampled_log_needs_probabilities_and_for_gumbel_the_target(outrider: O
     assert a == b != c
 
 
-def test_printed_tensors_outputs_with_a_draft_and_counts_of_rounds(
+def test_printed_tensors_outputs_of_drafts_and_counts_are_read(
     outrider: Outrider, prompts: Path, tmp_path: Path
 ) -> None:
     """All are read like the log; rows that failed are left out."""
@@ -99,9 +99,7 @@ def test_printed_tensors_outputs_with_a_draft_and_counts_of_rounds(
     assert "prompts without an output are left out (1)" in outrider("replay", generated, "-k", 2).err
 
 
-def test_bad_input_is_refused_in_one_line_and_changes_no_file(
-    outrider: Outrider, prompts: Path, tmp_path: Path
-) -> None:
+def test_bad_input_is_refused_and_changes_no_file(outrider: Outrider, prompts: Path, tmp_path: Path) -> None:
     log = record(outrider, prompts, "-t", 0, "-n", 2)
     before = [file.read_bytes() for file in (prompts, log)]
     for arguments, message in (
@@ -109,10 +107,8 @@ def test_bad_input_is_refused_in_one_line_and_changes_no_file(
         ((prompts, "--per-prompt", "--json", prompts), "choose another file"),
         ((prompts,), "create one with outrider generate --output"),
         ((prompts, "--per-prompt"), "not a line of generate --output"),
-        ((log, "--draft", "auto"), "give the log's target (--target)"),
         ((log, "-k", "auto"), "numbers, like 1-8"),
         ((log, "--tokens-per-prompt", 9), "it needs --per-prompt and a file of counts"),
-        ((prompts, "--per-prompt", "--draft", "ngram"), "is invalid: a file of rounds"),
     ):
         assert message in outrider("replay", *arguments).error
     assert [file.read_bytes() for file in (prompts, log)] == before

@@ -37,13 +37,11 @@ def driver() -> Iterator[Any]:
     options = webdriver.ChromeOptions()
     options.binary_location = binary
     # As root, as in containers, there is no sandbox; /dev/shm is small there.
-    for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu"):
+    for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--window-size=1200,1000"):
         options.add_argument(argument)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     one = webdriver.Chrome(options, webdriver.ChromeService(path))
     try:
-        size = {"width": 1200, "height": 1000, "deviceScaleFactor": 1, "mobile": False}
-        one.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
         features = [{"name": "prefers-reduced-motion", "value": "reduce"}]
         one.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
         yield one
