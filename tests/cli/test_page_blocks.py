@@ -1,7 +1,8 @@
 """The blocks of code of all pages are run (with ``-m slow``), or at least parsed.
 
 Those after a comment, which readers do not see, ``<!-- not run: REASON -->`` are only parsed. Commands of ``outrider``
-run in this process; curl and clients get a real server.
+run in this process; curl and clients get a real server. A block of ``text`` right after one that is run shows its
+output: every line of it was written, in this order. Numbers stand for any number.
 """
 
 import ast
@@ -39,12 +40,13 @@ FENCE = re.compile(r"^(?:<!-- ([^\n]*?) -->\n\n?)?```([^\n]*)\n(.*?)^```$", re.D
 
 
 class Block(NamedTuple):
-    """A block of code: its line and language, its text, and the comment before it."""
+    """A block of code: its line and language, its text, the comment before it, and the output that the page shows."""
 
     line: int
     language: str
     code: str
     mark: str
+    output: str
 
     @property
     def is_run(self) -> bool:
@@ -53,7 +55,19 @@ class Block(NamedTuple):
 
 def blocks_of(page: Path) -> list[Block]:
     text = page.read_text(encoding="utf-8")
-    return [Block(text.count("\n", 0, m.start()) + 1, m[2], m[3], m[1] or "") for m in FENCE.finditer(text)]
+    found = list(FENCE.finditer(text))
+    blocks = []
+    for match, after in zip(found, [*found[1:], None], strict=True):
+        is_shown = after is not None and after[2] == "text" and not text[match.end() : after.start()].strip()
+        output = after[3] if after is not None and is_shown else ""
+        blocks.append(Block(text.count("\n", 0, match.start()) + 1, match[2], match[3], match[1] or "", output))
+    return blocks
+
+
+def plain_lines(text: str) -> list[str]:
+    """Lines with 0 for each number, and one space for several."""
+    number = re.compile(r"[-+±]?\d[\d,]*(?:\.\d+)?(?:e-\d+)?")
+    return [" ".join(number.sub("0", line).split()) for line in text.splitlines() if line.strip()]
 
 
 def commands_of(code: str) -> list[list[str]]:
@@ -131,7 +145,12 @@ def url() -> Iterator[Callable[[], str]]:
     "page", [page for page in PAGES if any(one.is_run for one in blocks_of(page))], ids=lambda page: page.name
 )
 def test_blocks_run(
-    page: Path, outrider: Outrider, url: Callable[[], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    page: Path,
+    outrider: Outrider,
+    url: Callable[[], str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """In a folder with the files that commands name."""
     for name, text in FILES.items():
@@ -141,15 +160,23 @@ def test_blocks_run(
     names: dict[str, Any] = {}
     for block in filter(lambda one: one.is_run, blocks_of(page)):
         code = block.code.replace(ADDRESS, url()) if ADDRESS in block.code else block.code
+        written = ""
         if block.language == "python":
+            capsys.readouterr()
             exec(compile(code, f"{page}:{block.line}", "exec"), names)
+            written = capsys.readouterr().out
         else:
             for command in commands_of(code):
                 if command[0] == "outrider" and command[1] != "serve":  # the server of ``url`` takes its place
                     ended = outrider(*command[1:])
                     assert ended.code == 0, (page, block.line, command, ended)
+                    written += ended.out + ended.err
                 elif command[0] in SHELL:
                     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
                     assert done.returncode == 0 and '"error"' not in done.stdout, (page, block.line, done)
+                    written += done.stdout
                 else:
                     assert command[0] in {*ONLY_READ, "outrider"}, (page, block.line, command)
+        lines = iter(plain_lines(written))
+        missing = [line for line in plain_lines(block.output) if line not in lines]
+        assert not missing, f"{page}:{block.line}: not written: {missing[0]!r}, but:\n{written}"

@@ -70,6 +70,14 @@ def fill(driver: Any, **values: object) -> None:
             field.send_keys(str(value))
 
 
+def found_by_axe(driver: Any) -> list[str]:
+    """Faults that axe-core (by Deque) finds in the page."""
+    axe = pytest.importorskip("axe_core_python", reason="axe is not installed: pip install axe-core-python")
+    driver.execute_script((Path(axe.__file__).parent / "axe.min.js").read_text(encoding="utf-8"))
+    found = driver.execute_async_script("const done = arguments[0]; axe.run().then(done, done)")
+    return [f"{one['id']}: {node['html']}" for one in found["violations"] for node in one["nodes"]]
+
+
 def is_over(driver: Any) -> bool:
     return "over" in driver.find_element("id", "verdict").get_attribute("class")
 
@@ -96,6 +104,7 @@ def test_a_race_to_its_end_and_again(driver: Any, server: Running) -> None:
     pause.click()
     wait_until(lambda: is_over(driver))
     assert driver.execute_script(SHOWN) == texts and complaints(driver) == []
+    assert found_by_axe(driver) == []
 
 
 def test_the_policy_is_kept(driver: Any, server: Running) -> None:
