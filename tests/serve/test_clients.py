@@ -88,10 +88,9 @@ def test_who_sends_by_drips_is_left(sent: bytes, monkeypatch: pytest.MonkeyPatch
 
 def test_who_reads_nothing_is_left_and_who_waits_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "_STALL_S", 0.3)
+    monkeypatch.setattr(Preparer, "detokenize", lambda self, sent: time.sleep(1.5) or {"prompt": "w" * 30 * 2**20})
     with running(words()) as one, one.http() as http:
-        monkeypatch.setattr(Preparer, "detokenize", lambda self, sent: time.sleep(1.5) or {"prompt": "late"})
-        assert http.post("/detokenize", json={}).json() == {"prompt": "late"}
-        monkeypatch.setattr(Preparer, "detokenize", lambda self, sent: {"prompt": "w" * 30 * 2**20})
+        assert http.post("/detokenize", json={}).status_code == 200
         with unread(one, as_sent({}, "/detokenize")):
             wait_until(lambda: one.metric("outrider:unread_bytes") > 2**20)
             wait_until(lambda: one.metric("outrider:unread_bytes") == 0)
