@@ -261,16 +261,24 @@ def _keeping_rejected_tokens(right: Any) -> Any:
     return wrong
 
 
-def _keeping_the_last_entry(right: Any) -> Any:
-    """Of a shared prefix, with the token after it, which differs in the new sequence."""
+def test_an_entry_of_another_token_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last entry of a shared prefix has the token after it, which differs in the new sequence."""
+    target = as_lm(tiny_llama(vocab_size=4, num_layers=4))
+    drafter = eagle3_drafter(target)
+    shared = [3, 1, 2, 0, 3, 1, 2, 0, 1, 1, 2, 3] * 2
+    sequences = [([*shared, first], [2, 0, 1, 3, 2, 1]) for first in (1, 2, 3)]
+    check_state(target, drafter, sequences, 3)
+    assign = ChainSession.assign
 
-    def wrong(self: Any, slot: int, source: int | None, num_tokens: int) -> None:
+    def stale(self: ChainSession, slot: int, source: int | None, num_tokens: int) -> None:
         known = None if source is None else min(int(self._cached[source]), num_tokens)
-        right(self, slot, source, num_tokens)
+        assign(self, slot, source, num_tokens)
         if known is not None:
             self._cached[slot] = known
 
-    return wrong
+    monkeypatch.setattr(ChainSession, "assign", stale)
+    with pytest.raises(AssertionError, match="is drafted, not|q is off by"):
+        check_state(target, drafter, sequences, 3)
 
 
 @pytest.mark.parametrize(
@@ -278,7 +286,6 @@ def _keeping_the_last_entry(right: Any) -> Any:
     [
         ("dflash", head_states.BlockSession, "assign", None),
         ("dflash", head_states.BlockSession, "observe", _with_drafts_only),
-        ("eagle3", ChainSession, "assign", _keeping_the_last_entry),
         ("suffix", SuffixSession, "assign", None),
         ("translated", ModelSession, "forget", None),
         ("model", ModelSession, "assign", None),
