@@ -296,11 +296,7 @@ def _features(stated: Mapping[str, Any], config: Any, target: LM) -> tuple[int, 
 
 
 def _reaches(stated: Mapping[str, Any], config: Any, context_len: int | None) -> list[Reach]:
-    """Reach of the slots, by layer.
-
-    Args:
-        context_len: the most tokens of the context that slots see; None for all.
-    """
+    """Reach of the slots, by layer, which see at most ``context_len`` tokens of the context; None for all."""
     windows = [config.sliding_window if kind == "sliding_attention" else None for kind in config.layer_types]
     if "speculators_model_type" in stated:
         is_causal = not stated.get("sliding_window_non_causal", stated["speculators_model_type"] == "dflash2")
