@@ -261,15 +261,8 @@ def _requests(decoder: Decoder, rows: _Rows, num_padding: Sequence[int], *, do_s
 
 
 class _Rows:
-    """The batch as ``generate`` returns it. Criteria and streamer see each row token by token.
-
-    Attributes:
-        prompts: with padding.
-        processors: of each row.
-        num_new: the most tokens to generate.
-        needs_logits: whether ``extend`` needs them.
-        criteria: which end a row.
-    """
+    """The batch as ``generate`` returns it, of prompts with padding. Criteria, which end a row, and streamer see each
+    row token by token. ``needs_logits``: whether ``extend`` needs them."""
 
     def __init__(self, input_ids: Tensor, processors: Any, criteria: Any, config: Any, streamer: Any | None) -> None:
         self.device = input_ids.device
@@ -297,12 +290,8 @@ class _Rows:
     def extend(
         self, row: int, token_ids: Sequence[int], logits: Tensor | None, errors: Mapping[int, Exception]
     ) -> None:
-        """Append tokens to a row, up to its end. Raises the error of a position that it gets to.
-
-        Args:
-            logits: [N, V]
-            errors: of the row's processors, by position.
-        """
+        """Append tokens to a row, up to its end, with logits [N, V]. Raises the error, by position, of the row's
+        processors at a position that it gets to."""
         for place, token_id in enumerate(token_ids):
             length = self._lengths[row]
             if row not in self._left or (self._ends[row] is not None and length >= self._longest):

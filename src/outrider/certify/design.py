@@ -24,21 +24,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from outrider.certify import evidence
 from outrider.certify.certificate import Dependence, StatisticalReport
-from outrider.certify.evidence import (
-    Bet,
-    Finding,
-    Increments,
-    Integers,
-    detectable,
-    detectable_reuse,
-    estimate_tv,
-    holm,
-    mean_wealth,
-    p_value,
-    pit_tests,
-    tokens_needed,
-)
 from outrider.certify.observed import ObservedTokens
 from outrider.options import DEFAULT_NUM_DRAFT_TOKENS
 
@@ -54,7 +41,7 @@ _OF_ROUNDS = ("score-by-place", "likelihood-by-place", "rank-by-place", "score-b
 _ALWAYS = ("score-by-position", "score-by-prompt")
 
 
-def _kinds_of(observed: ObservedTokens, kinds: str) -> Integers:
+def _kinds_of(observed: ObservedTokens, kinds: str) -> evidence.Integers:
     """Kind of each token, by the end of a test's name. [n]"""
     places, found = observed["places"], np.zeros(len(observed), np.int64)
     if kinds == "place":
@@ -94,8 +81,8 @@ class Design:
     """
 
     level: float
-    bets: Mapping[str, Mapping[int, Bet]]
-    product: Bet
+    bets: Mapping[str, Mapping[int, evidence.Bet]]
+    product: evidence.Bet
     num_distances: int
     has_rounds: bool
 
@@ -128,26 +115,27 @@ class Design:
                 found, counts = np.unique(_kinds_of(pilot, kinds), return_counts=True)
                 shares = dict(zip(found.tolist(), (counts / len(pilot)).tolist(), strict=True))
             like, each = pilot.statistic(statistic), single / len(shares)  # the other accounts contribute little
-            bets[name] = {kind: Bet.for_sample(like, num_tokens * share, each) for kind, share in shares.items()}
+            bet_on = evidence.Bet.for_sample
+            bets[name] = {kind: bet_on(like, num_tokens * share, each) for kind, share in shares.items()}
         rank = pilot.statistic("rank")
         neighbours = rank.scaled(np.roll(rank.values, 1))
-        product = Bet.for_sample(neighbours, _PAIRS_PER_TOKEN * num_tokens, single / num_distances)
+        product = evidence.Bet.for_sample(neighbours, _PAIRS_PER_TOKEN * num_tokens, single / num_distances)
         return cls(single, bets, product, num_distances, has_rounds)
 
-    def tests(self, observed: ObservedTokens, level: float) -> list[Finding]:
+    def tests(self, observed: ObservedTokens, level: float) -> list[evidence.Finding]:
         """Run all tests, with thresholds for a joint false-alarm probability of ``level``."""
         return self._run(observed, level)[0]
 
-    def _run(self, observed: ObservedTokens, level: float) -> tuple[list[Finding], list[Dependence]]:
+    def _run(self, observed: ObservedTokens, level: float) -> tuple[list[evidence.Finding], list[Dependence]]:
         found, dependence = [], []
         for name, bets in self.bets.items():
             statistic, _, by = name.partition("-by-")
             whole, kinds = observed.statistic(statistic), _kinds_of(observed, by)
             # Tokens of a kind without a bet are ignored.
             staked = sorted(set(kinds.tolist()) & set(bets))
-            wealth = mean_wealth([bets[kind].log_wealth(whole[kinds == kind]) for kind in staked], len(bets))
-            found.append(Finding(name, wealth if by else whole.z, p_value(wealth)))
-        found[len(_WHOLE) : len(_WHOLE)] = pit_tests(observed["pits"])
+            wealth = evidence.mean_wealth([bets[kind].log_wealth(whole[kinds == kind]) for kind in staked], len(bets))
+            found.append(evidence.Finding(name, wealth if by else whole.z, evidence.p_value(wealth)))
+        found[len(_WHOLE) : len(_WHOLE)] = evidence.pit_tests(observed["pits"])
         variances = observed.statistic("rank").moments[0]
         for name, by_kind in pairs_by_test(observed, self.num_distances, has_rounds=self.has_rounds).items():
             logs = []
@@ -158,11 +146,11 @@ class Design:
                 # product of their ranks is 12 times that of their variances, as long as what the tokens leave open of
                 # it is uncorrelated.
                 reused = 12 * float((variances[pairs[0]] * variances[pairs[1]]).sum())
-                share = detectable_reuse(products, self.product, self.level / len(by_kind), reused)
+                share = evidence.detectable_reuse(products, self.product, self.level / len(by_kind), reused)
                 dependence.append(Dependence(name, kind, pairs.shape[1], products.z, share))
-            wealth = mean_wealth(logs, len(logs))
-            found.append(Finding(name, wealth, p_value(wealth)))
-        return holm(found, level), dependence
+            wealth = evidence.mean_wealth(logs, len(logs))
+            found.append(evidence.Finding(name, wealth, evidence.p_value(wealth)))
+        return evidence.holm(found, level), dependence
 
     def report(self, observed: ObservedTokens, level: float, num_texts: int, wanted: float | None) -> StatisticalReport:
         """Results of the statistical layer.
@@ -172,13 +160,13 @@ class Design:
         """
         score, drift = observed.statistic("score"), observed.drift
         places = [score[observed["places"] == place] for place in sorted(set(observed["places"].tolist()))]
-        estimate, std = estimate_tv(score, drift) or (None, None)
-        least = detectable(score, drift, self.bets["score"][0], self.level)
+        estimate, std = evidence.estimate_tv(score, drift) or (None, None)
+        least = evidence.detectable(score, drift, self.bets["score"][0], self.level)
         is_enough = least is not None and (wanted is None or least <= wanted)
         distance = float(drift.distances.mean())
         needed = None
         if not is_enough and distance > 0:
-            needed = tokens_needed(score, drift, wanted or distance, self.level)
+            needed = evidence.tokens_needed(score, drift, wanted or distance, self.level)
         tests, dependence = self._run(observed, level)
         return StatisticalReport(
             num_tokens=len(observed),
@@ -220,7 +208,7 @@ def pairs_by_test(observed: ObservedTokens, num_distances: int, *, has_rounds: b
     return pairs | {"rank-by-sequence": between}
 
 
-def _latest(own: tuple[Integers, ...], wanted: tuple[Integers, ...] | None = None) -> Pairs:
+def _latest(own: tuple[evidence.Integers, ...], wanted: tuple[evidence.Integers, ...] | None = None) -> Pairs:
     """Pair each token with the latest before it whose own key, of a number from each column, is the wanted one: by
     default its own."""
     latest: dict[tuple[int, ...], int] = {}
@@ -233,7 +221,7 @@ def _latest(own: tuple[Integers, ...], wanted: tuple[Integers, ...] | None = Non
     return np.array(found, dtype=np.int64).reshape(-1, 2).T
 
 
-def products_of(observed: ObservedTokens, pairs: Pairs) -> Increments:
+def products_of(observed: ObservedTokens, pairs: Pairs) -> evidence.Increments:
     """Rank of each token times the sum of its partners' ranks."""
     earlier, later = pairs
     rank = observed.statistic("rank")

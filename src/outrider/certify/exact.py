@@ -215,12 +215,8 @@ def round_gap(rule: Rule, tree: Tree) -> float:
 
 
 def _pieces(rule: Rule, tree: Tree) -> tuple[Tensor, list[tuple[int, ...]]]:
-    """Partition a round with two drafted tokens into boxes of uniform numbers that lead to the same tokens; boxes
-    without volume are left out.
-
-    Returns:
-        Bounds of the numbers, in the order of ``RoundUniforms.values`` [C, 2K+1, 2]; and the tokens of each box.
-    """
+    """Boxes of uniform numbers that lead to the same tokens in a round with two drafted ones, but those without
+    volume: bounds of the numbers, in the order of ``RoundUniforms.values`` [C, 2K+1, 2]; and the tokens of each box."""
     p0, p1, p2, q0, q1 = tree
     m = len(p0)
     nodes = torch.cat((q0[None], q1))  # [M+1, M]
@@ -282,11 +278,8 @@ def _edges(is_below: Callable[[Tensor], Tensor], num: int) -> Tensor:
 
 
 def _intervals_of_ids(ids_of: Callable[[Tensor, Tensor], Tensor], num_rows: int, m: int) -> Tensor:
-    """Intervals of uniform numbers that lead to each id; ids must be non-decreasing in them. [N, M, 2]
-
-    Args:
-        ids_of: rows and their uniform numbers -> ids. [N'], [N'] -> [N']
-    """
+    """Intervals of uniform numbers that lead to each id [N, M, 2]. ``ids_of`` maps rows [N'] and numbers [N'], in
+    which ids are non-decreasing, to ids [N']."""
     rows = torch.arange(num_rows).repeat(m - 1)
     tokens = torch.arange(m - 1).repeat_interleave(num_rows)
     edges = _edges(lambda values: ids_of(rows, values) <= tokens, len(rows)).view(m - 1, num_rows).T

@@ -227,11 +227,7 @@ class _Load:
         covariance -= np.outer(gain, gain) / variance
 
     def seconds(self, num_rows: int, least_k: int) -> list[float]:
-        """Expected time of a round for which K = 0, 1, ... was chosen.
-
-        Args:
-            least_k: verified in any case.
-        """
+        """Expected time of a round for which K = 0, 1, ... was chosen; ``least_k`` tokens are verified in any case."""
         mean, pace = self._mean.tolist(), float(self._mean[-1])
         by_width = [
             math.exp(self._log_guess(num_rows, k) + mean[self._index[k]] + pace)

@@ -107,11 +107,7 @@ class Student(ABC):
 
 
 class _FewTokens(nn.Module):
-    """A draft model that computes logits of some tokens only: [B, T] -> [B, T, D]
-
-    Args:
-        token_ids: D numbers
-    """
+    """A draft model that computes logits of D tokens only: [B, T] -> [B, T, D]"""
 
     def __init__(self, model: Any, token_ids: Tensor) -> None:
         super().__init__()

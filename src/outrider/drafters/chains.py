@@ -44,12 +44,8 @@ def feed_entries(
 
 
 def _one_by_one(run: Any, head: LM, k: int, view_len: int, num_wanted: Tensor, *own: Any) -> LogitsAt:
-    """A forward for each token.
-
-    Args:
-        own: the cache; the last tokens of the sequences [B, T]; how many entries are in the cache, and are not fed
-            again [B]; lengths [B].
-    """
+    """A forward for each token. ``own``: the cache; the last tokens of the sequences [B, T]; how many entries are in
+    the cache, and are not fed again [B]; lengths [B]."""
     cache, fed, cached, lengths = own
     states = torch.empty(0)
 
@@ -135,15 +131,8 @@ class ChainSession(Session):
         return False
 
     def _feed_late(self, cache: SlotCache, ids: Tensor, cached: Tensor, ends: Tensor, width: int, longest: int) -> None:
-        """Feed the entries cached <= i < ends, and count them.
-
-        Args:
-            ids: column j holds the token at position j. [B, N]
-            cached: changed in place. [B]
-            ends: [B]
-            width: at least their largest number in a row.
-            longest: above every entry.
-        """
+        """Feed the entries cached <= i < ends [B], and count them in ``cached``. Column j of ``ids`` holds the token
+        at position j [B, N]; ``width`` is at least their largest number in a row, ``longest`` above every entry."""
         for begin in range(0, width, self._most_fed):
             num_columns = min(width - begin, self._most_fed)
             positions = cached[:, None] + begin + torch.arange(num_columns, device=ids.device)

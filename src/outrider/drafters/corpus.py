@@ -103,10 +103,8 @@ def _num_equal(a: bytes, b: bytes) -> int:
 
 
 def _sorted_places(ids: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-    """Sort all suffixes by their first MAX_MATCH tokens (or more): by twice as many tokens in each pass. [n] -> [n]
-
-    Source: prefix doubling, Manber & Myers 1993.
-    """
+    """Sort all suffixes by their first MAX_MATCH tokens (or more), by twice as many in each pass: prefix doubling
+    (Manber & Myers 1993). [n] -> [n]"""
     ranks = np.unique(ids.view(np.uint32), return_inverse=True)[1].astype(np.int64) + 1  # 0: beyond the end
     width = 1
     while width < MAX_MATCH and ranks.max() < len(ranks):

@@ -156,11 +156,8 @@ def feed_shared(
 
 
 def _in_place(run: Any, head: LM, k: int, view_len: int, num_wanted: Tensor, *own: Any) -> LogitsAt:
-    """A forward for each token, all at the place of the last committed one.
-
-    Args:
-        own: the cache of states; keys and values of the target; lengths [B].
-    """
+    """A forward for each token, all at the place of the last committed one. ``own``: the cache of states; keys and
+    values of the target; lengths [B]."""
     cache, shared, lengths = own
     positions = torch.where(num_wanted > 0, lengths - 1, -1)[:, None]
     states = stored_states(cache, positions - 1)

@@ -90,12 +90,8 @@ def _feed(
 
 
 def _one_by_one(run: Any, lm: LM, k: int, view_len: int, num_wanted: Tensor, *own: Any) -> LogitsAt:
-    """A forward for each token.
-
-    Args:
-        own: the cache; the first tokens to feed, of which the last one is the last committed token [B, T]; how many
-            tokens are in the cache, and are not fed again [B]; lengths [B].
-    """
+    """A forward for each token. ``own``: the cache; the first tokens to feed, of which the last one is the last
+    committed token [B, T]; how many tokens are in the cache, and are not fed again [B]; lengths [B]."""
     cache, fed, cached, lengths = own
     states, num_known = cache, cache.bound + fed.shape[1]
 
@@ -252,12 +248,8 @@ class ModelSession(Session):
             self._gaps[slot] = _NO_GAP if num else max(self._gaps[slot], _ROUNDS)
 
     def _fed(self, rows: Rows, cached: Tensor) -> Tensor:
-        """The first tokens to feed: the last committed one, and those before it that a row's cache lacks (as many as it
-        may lack, if shapes must be prepared).
-
-        Returns:
-            [B, T]
-        """
+        """The first tokens to feed: the last committed one, and those before it that a row's cache lacks (as many as
+        it may lack, if shapes must be prepared). [B, T]"""
         num_owed = self._most_owed
         if not self._lm.execution.is_prepared:
             owed = torch.where(rows.num_wanted > 0, rows.lengths - 1 - cached, 0)

@@ -96,12 +96,8 @@ class TranslatedSession(Session):
         return self._inner.catch_up(self._own(rows))
 
     def _spell(self, ids: Tensor, begins: Tensor, ends: Tensor) -> None:
-        """Append tokens to the sequences of the first slots.
-
-        Args:
-            ids: column c is the token at position begins + c. [R, C]
-            begins, ends: lengths before and after. [R]
-        """
+        """Append tokens to the sequences of the first slots: column c is the token at position begins + c [R, C].
+        ``begins`` and ``ends`` are the lengths before and after [R]."""
         own_ids, own_ends = self._ids[: len(ids)], self._ends[: len(ids)]
         counts = begins[:, None] + 1 + torch.arange(ids.shape[1], device=ids.device)  # tokens up to each one
         is_new = counts <= ends[:, None]

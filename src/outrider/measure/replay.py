@@ -301,11 +301,8 @@ the number of tokens drafted at each place [n]."""
 
 
 def _replayed(record: Record, header: Header, rule: str, lm: LM | None, by_k: Mapping[int, _Scores]) -> ReplayedRecord:
-    """Rounds of a record.
-
-    Args:
-        lm: the draft model, if its q depends on the tokens alone; then the first K has one offset, which serves all.
-    """
+    """Rounds of a record. ``lm``: the draft model, if its q depends on the tokens alone; then the first K has one
+    offset, which serves all."""
     first = next(iter(by_k))
     (q, p, _), _ = by_k[first]
     is_known = ~np.isnan(q[:, 0]) & ~np.isnan(p[:, 0])
@@ -329,11 +326,7 @@ def _replayed(record: Record, header: Header, rule: str, lm: LM | None, by_k: Ma
 def _scores(
     records: Sequence[Record], header: Header, drafter: Drafter, k: int, target: LM | None, *, has_rows: bool
 ) -> list[_Scores]:
-    """Score the tokens of records at each place and offset.
-
-    Args:
-        has_rows: whether g is wanted, which needs all of p.
-    """
+    """Score the tokens of records at each place and offset. ``has_rows``: whether g is wanted, which needs all of p."""
     found = [
         (np.full((3, len(record.token_ids), k), np.nan), np.zeros(len(record.token_ids), np.int64))
         for record in records

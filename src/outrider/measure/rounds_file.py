@@ -101,12 +101,9 @@ def read_file(
 
 
 def _from_origins(row: Mapping[str, Any]) -> tuple[RecordedArm, PromptRounds]:
-    """Reconstruct rounds from the origins of tokens: each ends with its correction or bonus. Accepted tokens at the end
-    without either belong to a truncated round. Tokens drafted after a rejection are in the file's counts only.
-
-    Raises:
-        ValueError, KeyError, TypeError: the row is something else, or its counts are not those of its origins.
-    """
+    """Reconstruct rounds from the origins of tokens: each ends with its correction or bonus. Accepted tokens at the
+    end without either belong to a truncated round; tokens drafted after a rejection are in the file's counts only.
+    Raises ValueError, KeyError, TypeError: the row is something else, or its counts are not those of its origins."""
     settings, counts = row["settings"], row["stats"]
     rounds, num_accepted = [], 0
     for origin in row["origins"]:

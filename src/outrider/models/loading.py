@@ -22,6 +22,7 @@ from outrider.models.kinds import auto_class, building, check_kind, check_missin
 from outrider.models.memory import check_fits, skeleton, stored_bytes, weights_bytes
 from outrider.models.notes import has_notes, notes_name, read_notes, reopen, write_notes
 from outrider.models.placement import DTYPES, check_shares, device_map_of, max_memory_of, num_shares, pick_device
+from outrider.models.quantize import picks_outliers
 from outrider.models.reading import (
     generation_config_of,
     held_file,
@@ -305,7 +306,7 @@ def build_lm(checkpoint: Checkpoint, num_tokens: int, unknown_ids: tuple[int, ..
     width = width_of(checkpoint)
     if width < num_tokens and not unknown_ids:
         raise TokenizerMismatch(f"{checkpoint.name} has logits for {width} tokens, but {num_tokens} are needed")
-    if quantize.picks_outliers(model):
+    if picks_outliers(model):
         raise UnsupportedModel(
             f"{checkpoint.name} treats a column of activations separately once one row has an outlier there, so that "
             "rows depend on each other: load it with llm_int8_threshold=0"

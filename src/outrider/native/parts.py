@@ -9,24 +9,12 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from outrider.native.plan import (
-    Activation,
-    AttentionPlan,
-    ExpertsPlan,
-    LayerPlan,
-    MatrixPlan,
-    Mixer,
-    MlpPlan,
-    NormPlan,
-    NotPlanned,
-    Plan,
-    RopePlan,
-)
+from outrider.native import plan as plans
 
 Fields = dict[str, Any]
 """Fields of a plan by name."""
 
-_ACTIVATIONS: dict[str, Activation] = {
+_ACTIVATIONS: dict[str, plans.Activation] = {
     "silu": "silu",
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
@@ -39,25 +27,25 @@ _PARTLY_TURNED = frozenset(
 )  # whose code reads the factor
 
 
-def rms(config: Any, name: str, added: float = 0.0) -> NormPlan:
-    return NormPlan("rms", f"{name}.weight", config.rms_norm_eps, added)
+def rms(config: Any, name: str, added: float = 0.0) -> plans.NormPlan:
+    return plans.NormPlan("rms", f"{name}.weight", config.rms_norm_eps, added)
 
 
-def layer_norm(name: str, epsilon: float, has_bias: bool = True) -> NormPlan:
-    return NormPlan("layer", f"{name}.weight", epsilon, bias=f"{name}.bias" if has_bias else None)
+def layer_norm(name: str, epsilon: float, has_bias: bool = True) -> plans.NormPlan:
+    return plans.NormPlan("layer", f"{name}.weight", epsilon, bias=f"{name}.bias" if has_bias else None)
 
 
-def linear(name: str, has_bias: bool = False, part: int = 0, num_parts: int = 1) -> MatrixPlan:
-    return MatrixPlan(f"{name}.weight", f"{name}.bias" if has_bias else None, part, num_parts)
+def linear(name: str, has_bias: bool = False, part: int = 0, num_parts: int = 1) -> plans.MatrixPlan:
+    return plans.MatrixPlan(f"{name}.weight", f"{name}.bias" if has_bias else None, part, num_parts)
 
 
-def activation_of(config: Any) -> Activation:
+def activation_of(config: Any) -> plans.Activation:
     # Gemma 1 states both, and reads the second.
     names = {"gpt2": "activation_function", "nemotron_h": "mlp_hidden_act"}
     fields = names | dict.fromkeys(("gemma2", "gemma3_text", "gemma4_text"), "hidden_activation")
     name = getattr(config, fields.get(config.model_type, "hidden_act"))
     if name not in _ACTIVATIONS:
-        raise NotPlanned(f"there is no activation {name}")
+        raise plans.NotPlanned(f"there is no activation {name}")
     return _ACTIVATIONS[name]
 
 
@@ -71,7 +59,7 @@ def window_of(config: Any, layer: int) -> int | None:
     if kind == "sliding_attention":
         return config.sliding_window  # type: ignore[no-any-return]
     if kind != "full_attention":
-        raise NotPlanned(f"its plan does not know layers of {kind}")
+        raise plans.NotPlanned(f"its plan does not know layers of {kind}")
     return None
 
 
@@ -85,7 +73,7 @@ class _PowersInDouble(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def rope_of(config: Any, kind: str | None = None, *, is_interleaved: bool = False) -> RopePlan:
+def rope_of(config: Any, kind: str | None = None, *, is_interleaved: bool = False) -> plans.RopePlan:
     """Rope of the layers; of a kind of layers, if the configuration states several ropes."""
     stated = config.rope_parameters if kind is None else config.rope_parameters[kind]
     if stated["rope_type"] == "default":
@@ -94,39 +82,39 @@ def rope_of(config: Any, kind: str | None = None, *, is_interleaved: bool = Fals
             width = int(width * (stated.get("partial_rotary_factor") or 1.0))
         powers = torch.arange(0, width, 2, dtype=torch.float) / width
         with _PowersInDouble():
-            return RopePlan(tuple((1.0 / stated["rope_theta"] ** powers).tolist()), 1.0, is_interleaved)
+            return plans.RopePlan(tuple((1.0 / stated["rope_theta"] ** powers).tolist()), 1.0, is_interleaved)
     if stated["rope_type"] == "dynamic":
-        raise NotPlanned("its rope depends on the length of the text")
+        raise plans.NotPlanned("its rope depends on the length of the text")
     if stated["rope_type"] == "longrope" and stated["short_factor"] != stated["long_factor"]:
-        raise NotPlanned("its rope depends on the length of the text")
+        raise plans.NotPlanned("its rope depends on the length of the text")
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     of_kind = {} if kind is None else {"layer_type": kind}
     with _PowersInDouble():
         frequencies, scale = ROPE_INIT_FUNCTIONS[stated["rope_type"]](config, torch.device("cpu"), **of_kind)
-    return RopePlan(tuple(frequencies.tolist()), scale, is_interleaved)
+    return plans.RopePlan(tuple(frequencies.tolist()), scale, is_interleaved)
 
 
 def decoder_of(
     config: Any,
-    layer: Callable[[str, int], LayerPlan],
+    layer: Callable[[str, int], plans.LayerPlan],
     *,
     at: str = "model.layers",
     embedding: str = "model.embed_tokens.weight",
-    ropes: tuple[RopePlan, ...] | None = None,
+    ropes: tuple[plans.RopePlan, ...] | None = None,
     **others: Any,
-) -> Plan:
+) -> plans.Plan:
     """Plan with Llama's parts, unless they or ``others``, fields of the plan, are stated. ``layer`` makes a layer of
     the beginning of its parameters' names (``at`` and its number) and its number."""
     fields: Fields = {
         "embedding": embedding,
-        "head": MatrixPlan(embedding if config.tie_word_embeddings else "lm_head.weight"),
+        "head": plans.MatrixPlan(embedding if config.tie_word_embeddings else "lm_head.weight"),
         "layers": tuple(layer(f"{at}.{i}", i) for i in range(config.num_hidden_layers)),
         "ropes": (rope_of(config),) if ropes is None else ropes,
     }
     if "last_norm" not in others:
         fields["last_norm"] = rms(config, "model.norm")
-    return Plan(**(fields | others))
+    return plans.Plan(**(fields | others))
 
 
 def _none(*_: Any) -> Fields:
@@ -137,13 +125,13 @@ def like_llama(
     attention: Callable[[Any, str, int], Fields] = _none,
     layer: Callable[[Any, str, int], Fields] = _none,
     whole: Callable[[Any], Fields] = _none,
-) -> Callable[[Any], Plan]:
+) -> Callable[[Any], plans.Plan]:
     """Function that makes plans with Llama's parts, but for the fields that are stated: of a layer's attention and of
     the layer, by the configuration, the beginning of its parameters' names and its number; and of the ``whole`` plan,
     by the configuration."""
 
-    def plan(config: Any) -> Plan:
-        def one(at: str, i: int) -> LayerPlan:
+    def plan(config: Any) -> plans.Plan:
+        def one(at: str, i: int) -> plans.LayerPlan:
             return layer_of(config, at, attention_of(config, at, **attention(config, at, i)), **layer(config, at, i))
 
         return decoder_of(config, one, **whole(config))
@@ -163,7 +151,7 @@ def has_bias(config: Any, field: str) -> bool:
     return bool(getattr(config, field, getattr(config, "use_bias", False)))
 
 
-def attention_of(config: Any, at: str, **others: Any) -> AttentionPlan:
+def attention_of(config: Any, at: str, **others: Any) -> plans.AttentionPlan:
     """Attention of Llama, but for other fields that are stated."""
     bias, width = has_bias(config, "attention_bias"), head_width_of(config)
     fields: Fields = {
@@ -174,10 +162,10 @@ def attention_of(config: Any, at: str, **others: Any) -> AttentionPlan:
         "inputs": inputs_of(at, bias),
         "out": linear(f"{at}.self_attn.o_proj", bias),
     }
-    return AttentionPlan(**(fields | others))
+    return plans.AttentionPlan(**(fields | others))
 
 
-def mlp_of(config: Any, at: str, **others: Any) -> MlpPlan:
+def mlp_of(config: Any, at: str, **others: Any) -> plans.MlpPlan:
     """MLP of Llama with parameters' names that begin with ``at``, but for other fields that are stated."""
     bias = has_bias(config, "mlp_bias")
     fields: Fields = {
@@ -186,25 +174,25 @@ def mlp_of(config: Any, at: str, **others: Any) -> MlpPlan:
     }
     if "activation" not in others:
         fields["activation"] = activation_of(config)
-    return MlpPlan(**(fields | others))
+    return plans.MlpPlan(**(fields | others))
 
 
-def experts_of(config: Any, at: str, **others: Any) -> ExpertsPlan:
+def experts_of(config: Any, at: str, **others: Any) -> plans.ExpertsPlan:
     """Experts of Qwen3 with parameters' names that begin with ``at``, but for other fields that are stated."""
     fields: Fields = {
         "number": getattr(config, "num_local_experts", None) or config.num_experts,
         "num_chosen": getattr(config, "num_experts_per_tok", 0),
         "router": linear(f"{at}.gate"),
-        "ups": tuple(MatrixPlan(f"{at}.experts.gate_up_proj", part=i, num_parts=2) for i in range(2)),
-        "down": MatrixPlan(f"{at}.experts.down_proj"),
+        "ups": tuple(plans.MatrixPlan(f"{at}.experts.gate_up_proj", part=i, num_parts=2) for i in range(2)),
+        "down": plans.MatrixPlan(f"{at}.experts.down_proj"),
         "is_normalized": getattr(config, "norm_topk_prob", True),
     }
     if "activation" not in others:
         fields["activation"] = activation_of(config)
-    return ExpertsPlan(**(fields | others))
+    return plans.ExpertsPlan(**(fields | others))
 
 
-def routed_experts_of(config: Any, at: str, **others: Any) -> ExpertsPlan:
+def routed_experts_of(config: Any, at: str, **others: Any) -> plans.ExpertsPlan:
     """Experts of DeepSeek-V3's router, in groups, but for other fields that are stated."""
     fields: Fields = {
         "is_sigmoid": True,
@@ -217,19 +205,19 @@ def routed_experts_of(config: Any, at: str, **others: Any) -> ExpertsPlan:
     return experts_of(config, at, **(fields | others))
 
 
-def layer_of(config: Any, at: str, mixer: Mixer | None = None, **others: Any) -> LayerPlan:
+def layer_of(config: Any, at: str, mixer: plans.Mixer | None = None, **others: Any) -> plans.LayerPlan:
     """Layer of Llama, but for other parts that are stated."""
     names = {"mixer_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
     norms = {field: rms(config, f"{at}.{name}") for field, name in names.items() if field not in others}
     fields: Fields = {"mlp": mlp_of(config, f"{at}.mlp"), **norms}
-    return LayerPlan(mixer or attention_of(config, at), **(fields | others))
+    return plans.LayerPlan(mixer or attention_of(config, at), **(fields | others))
 
 
-def inputs_of(at: str, has_bias: bool) -> tuple[MatrixPlan, ...]:
+def inputs_of(at: str, has_bias: bool) -> tuple[plans.MatrixPlan, ...]:
     return tuple(linear(f"{at}.self_attn.{name}_proj", has_bias) for name in "qkv")
 
 
-def halves_of(name: str) -> tuple[MatrixPlan, ...]:
+def halves_of(name: str) -> tuple[plans.MatrixPlan, ...]:
     """Gate and up in one matrix."""
     return tuple(linear(name, part=part, num_parts=2) for part in range(2))
 

@@ -70,10 +70,8 @@ def split_words(values: Tensor) -> Tensor:
 
 
 def _to_uniform(low: Tensor, high: Tensor) -> Tensor:
-    """Convert two 32-bit words to a number in (0, 1) on a grid of 2**-53 (2**-24 where the device lacks float64).
-
-    The half step excludes 0, so that logarithms are finite; 1 is out of reach in any case.
-    """
+    """Convert two 32-bit words to a number in (0, 1) on a grid of 2**-53 (2**-24 where the device lacks float64). The
+    half step excludes 0, so that logarithms are finite; 1 is out of reach in any case."""
     if low.device.type == "mps":
         return ((low >> 9).to(torch.float32) + 0.5) * 2.0**-23
     bits = ((low >> 6) << 26) | (high >> 6)  # 52 bits: the half step must fit into the mantissa

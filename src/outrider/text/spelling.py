@@ -113,13 +113,8 @@ def spelling_of(target: Any, draft: Any, num_target: int, num_draft: int) -> Spe
 
 
 class _Tokens:
-    """The tokens of a tokenizer as bytes.
-
-    Attributes:
-        bytes: of each.
-        ids: of ordinary tokens. Of equal ones the first, and rather one that is not written as a byte.
-        specials: ids of the special tokens, by name.
-    """
+    """The tokens of a tokenizer as bytes; ``ids`` are those of ordinary tokens, of equal ones the first, and rather
+    one that is not written as a byte; ``specials`` those of the special tokens, by name."""
 
     def __init__(self, tokenizer: Any, bytes_: TokenBytes, num_tokens: int) -> None:
         self.tokenizer, self.bytes = tokenizer, bytes_

@@ -137,17 +137,9 @@ tokens are not certain."""
 
 
 def _read(decoder: Decoder, file: Path, lines: Sequence[SampleLine], sampling: SamplingOptions, seed: int) -> _Samples:
-    """Token ids and options of each line.
-
-    A text is left out unless its tokens, by the tokenizer, come after the prompt's own, and are as many as the system
-    counted: then other tokens were sampled.
-
-    Args:
-        sampling: for lines without options of their own.
-
-    Raises:
-        FileError: an option or a prompt is invalid.
-    """
+    """Token ids and options (``sampling``, without its own) of each line. A text is left out unless its tokens, by the
+    tokenizer, come after the prompt's own, and are as many as the system counted: then other tokens were sampled.
+    Raises FileError: an option or a prompt is invalid."""
     from outrider.certify.samples import SampledText, check_samples, end_token
     from outrider.options import Sampling
     from outrider.requests.row_options import check_tokens

@@ -154,11 +154,8 @@ class Conversation:
 def _talk(
     conversation: Conversation, decoder: Decoder, session: Session, options: dict[str, Any], console: Console
 ) -> None:
-    """Answer the messages of the user. Answers go to the console, all else to standard error.
-
-    Args:
-        options: of the first answer; later ones get the seeds after its seed.
-    """
+    """Answer the user's messages on the console, all else on standard error. ``options`` are those of the first
+    answer; later ones get the seeds after its seed."""
     for text in _lines_of(console):
         command, rest = (*text.split(maxsplit=1), "", "")[:2]
         try:

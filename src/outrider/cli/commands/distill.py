@@ -253,16 +253,9 @@ def _new_model(
 def _data(
     decoder: Decoder, training: TrainingOptions, output: Path, options: dict[str, Any]
 ) -> tuple[Mixture, list[Text]]:
-    """Training data, from logs or generated unless an earlier run has done so, and held-out data: the target's own
-    sequences, since a draft is used on such text.
-
-    Args:
-        options: of the run, which the folder belongs to.
-
-    Raises:
-        FileError: the folder belongs to another run, or the text cannot be read.
-        OptionError: the text is too short, or a log is of another target.
-    """
+    """Training data, from logs or generated unless an earlier run with these options has done so; and held-out data,
+    the target's own sequences, since a draft is used on such text. Raises FileError: the folder belongs to another
+    run, or the text cannot be read; OptionError: the text is too short, or a log is of another target."""
     from accelerate import PartialState
 
     from outrider.distill import data

@@ -76,12 +76,8 @@ def _is_argument(parameter: inspect.Parameter) -> bool:
 
 
 def _place_first(values: dict[str, Any], *, is_target_given: bool) -> None:
-    """Take the first argument as the target. If it is alone, it is the prompt beside --target, and where a prompt is
-    needed: in ``generate`` without --prompts. Raises OptionError: there are two targets.
-
-    Args:
-        values: of the command line, changed.
-    """
+    """Take the first argument as the target, and change the values. If it is alone, it is the prompt beside --target,
+    and where a prompt is needed: in ``generate`` without --prompts. Raises OptionError: there are two targets."""
     first = values.pop("first")
     is_alone = first is not None and values.get("prompt", first) is None
     if is_alone and (is_target_given or values.get("prompts", first) is None):

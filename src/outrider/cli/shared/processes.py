@@ -56,10 +56,8 @@ def _report(ranks: Ranks, message: str) -> None:
 
 
 def _watch_signals(ranks: Ranks, signals: set[signal.Signals]) -> None:
-    """Wait for signals in a thread: the main thread may be blocked by a process that has gone.
-
-    torchrun passes Ctrl-C to all processes, and terminates them when one has ended.
-    """
+    """Wait for signals in a thread: the main thread may be blocked by a process that has gone. torchrun passes Ctrl-C
+    to all processes, and terminates them when one has ended."""
     while signal.sigwait(signals) == signal.SIGINT:
         ranks.is_interrupted = True
     _report(ranks, f"error: {_LOST}")

@@ -9,45 +9,37 @@ import statistics
 from typing import Any
 
 from outrider.errors import ModelCorrupt
+from outrider.models.gguf import keys
 from outrider.models.gguf.family import DECODER, ENDS, FROM_ONE, NORMS_OF_HEADS, Family
-from outrider.models.gguf.keys import (
-    Stated,
-    decoder_fields,
-    expert_fields,
-    layer_types,
-    proportional_rope,
-    query_scale,
-    two_ropes,
-)
 
 
-def _gemma2(stated: Stated) -> dict[str, Any]:
-    fields = decoder_fields(stated)
+def _gemma2(stated: keys.Stated) -> dict[str, Any]:
+    fields = keys.decoder_fields(stated)
     stated.check("rope.freq_base_swa", fields["rope_parameters"]["rope_theta"])
     return {
         **fields,
-        **query_scale(stated, fields, 46),
+        **keys.query_scale(stated, fields, 46),
         "attn_logit_softcapping": stated.take("attn_logit_softcapping", 50.0),
         "final_logit_softcapping": stated.take("final_logit_softcapping", 30.0),
         "sliding_window": stated.take("attention.sliding_window", 4096),
-        "layer_types": layer_types(stated, 2),
+        "layer_types": keys.layer_types(stated, 2),
     }
 
 
-def _gemma3(stated: Stated) -> dict[str, Any]:
-    fields = decoder_fields(stated)
-    window, types = stated.take("attention.sliding_window", 0), layer_types(stated, 6)
+def _gemma3(stated: keys.Stated) -> dict[str, Any]:
+    fields = keys.decoder_fields(stated)
+    window, types = stated.take("attention.sliding_window", 0), keys.layer_types(stated, 6)
     return {
         **fields,
-        **query_scale(stated, fields, 62),
-        **two_ropes(stated, fields["rope_parameters"]),
+        **keys.query_scale(stated, fields, 62),
+        **keys.two_ropes(stated, fields["rope_parameters"]),
         "final_logit_softcapping": stated.take("final_logit_softcapping", 0.0) or None,
         "sliding_window": window,
         "layer_types": types if window else ["full_attention"] * len(types),
     }
 
 
-def _num_shared(stated: Stated, default: int | None = None) -> int:
+def _num_shared(stated: keys.Stated, default: int | None = None) -> int:
     """Number of the last layers, which read keys and values of layers before. Some checkpoints have matrices for their
     own, which are not used. Raises ModelCorrupt: no layer is before them."""
     number: int = stated.take("attention.shared_kv_layers", default)
@@ -61,11 +53,11 @@ def _num_shared(stated: Stated, default: int | None = None) -> int:
     return number
 
 
-def _gemma4(stated: Stated) -> dict[str, Any]:
+def _gemma4(stated: keys.Stated) -> dict[str, Any]:
     return _gemma4_fields(stated) | {"num_kv_shared_layers": _num_shared(stated, 0)}
 
 
-def _gemma4_assistant(stated: Stated) -> dict[str, Any]:
+def _gemma4_assistant(stated: keys.Stated) -> dict[str, Any]:
     """An assistant, whose layers read keys and values of its target. Groups of tokens have no effect: the file does not
     state how many are chosen."""
     stated.check("attention.shared_kv_layers", stated.num_layers)
@@ -78,8 +70,8 @@ def _gemma4_assistant(stated: Stated) -> dict[str, Any]:
     return fields
 
 
-def _gemma4_fields(stated: Stated) -> dict[str, Any]:
-    types = layer_types(stated, 6)
+def _gemma4_fields(stated: keys.Stated) -> dict[str, Any]:
+    types = keys.layer_types(stated, 6)
     if types[-1] != "full_attention":
         raise stated.refusal("attention.sliding_window_pattern", types)
     sizes = {name: stated.take(f"attention.{name}") for name in ("key_length", "key_length_swa")}
@@ -105,26 +97,26 @@ def _gemma4_fields(stated: Stated) -> dict[str, Any]:
         "sliding_window": stated.take("attention.sliding_window"),
         "intermediate_size": widths[0],
         "use_double_wide_mlp": any(is_wider),
-        **two_ropes(stated, proportional_rope(stated, sizes["key_length"])),
+        **keys.two_ropes(stated, keys.proportional_rope(stated, sizes["key_length"])),
         "hidden_size_per_layer_input": stated.take("embedding_length_per_layer_input"),
         "final_logit_softcapping": stated.take("final_logit_softcapping", 30.0) or None,
     }
     if stated.has(per_layer):
         fields["vocab_size_per_layer_input"] = stated.rows(per_layer)
     if stated.take("expert_count", 0):
-        moe = expert_fields(stated)
+        moe = keys.expert_fields(stated)
         fields |= {"enable_moe_block": True, "top_k_experts": moe.pop("num_experts_per_tok"), **moe}
     return fields
 
 
-def _gemma3n(stated: Stated) -> dict[str, Any]:
-    fields = decoder_fields(stated)
+def _gemma3n(stated: keys.Stated) -> dict[str, Any]:
+    fields = keys.decoder_fields(stated)
     num_shared = _num_shared(stated)
     sparsity = stated.each("activation_sparsity_scale")
     return {
         **fields,
-        **two_ropes(stated, fields["rope_parameters"]),
-        "layer_types": layer_types(stated, 5),
+        **keys.two_ropes(stated, fields["rope_parameters"]),
+        "layer_types": keys.layer_types(stated, 5),
         "sliding_window": stated.take("attention.sliding_window"),
         "num_kv_shared_layers": num_shared,
         "hidden_size_per_layer_input": stated.take("embedding_length_per_layer_input"),
@@ -188,7 +180,7 @@ _ALTUP = {
 }
 
 GEMMAS = {
-    "gemma": Family("gemma", decoder_fields, changes=FROM_ONE),
+    "gemma": Family("gemma", keys.decoder_fields, changes=FROM_ONE),
     "gemma2": Family("gemma2", _gemma2, tensors=_GEMMA2, changes=FROM_ONE),
     "gemma3": Family("gemma3_text", _gemma3, tensors=_GEMMA2 | NORMS_OF_HEADS, changes=FROM_ONE),
     "gemma3n": Family("gemma3n_text", _gemma3n, tensors=_GEMMA3N, ends=ENDS | _PER_LAYER, stacks=_ALTUP),

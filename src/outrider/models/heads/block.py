@@ -296,11 +296,7 @@ def _features(stated: Mapping[str, Any], config: Any, target: LM) -> tuple[int, 
 
 
 def _reaches(stated: Mapping[str, Any], config: Any, context_len: int | None) -> list[Reach]:
-    """Reach of the slots, by layer.
-
-    Args:
-        context_len: the most tokens of the context that slots see; None for all.
-    """
+    """Reach of the slots, by layer, which see at most ``context_len`` tokens of the context; None for all."""
     if _value(stated, "use_swa"):
         raise UnsupportedModel("a DFlash head with use_swa: take the head in z-lab's or speculators' layout")
     windows = [config.sliding_window if kind == "sliding_attention" else None for kind in config.layer_types]
