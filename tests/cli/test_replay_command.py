@@ -55,7 +55,7 @@ def test_replayed_greedy_rounds_are_those_of_generate(outrider: Outrider, prompt
 
 def test_a_sampled_log_needs_probabilities_and_for_gumbel_the_target(outrider: Outrider, prompts: Path) -> None:
     log = record(outrider, prompts, "-n", 8, name="old")
-    assert "record it again with --probs" in outrider("replay", log).error
+    assert "generate it again with --output --probs" in outrider("replay", log).error
     log = record(outrider, prompts, "-n", 8, "--probs")
     gumbel = ("replay", log, "-k", 3, "--acceptance", "gumbel")
     assert "it needs all of p: give the log's target (--target)" in outrider(*gumbel).error

@@ -261,7 +261,7 @@ def test_what_cannot_be_replayed_is_refused() -> None:
     target, drafter = table_pair(8)
     header, records = written(target, PROMPTS[:1], temperature=0.7, max_new_tokens=5)
     for one, rule, message in (
-        (drafter, "rejection", "record it again with --probs"),
+        (drafter, "rejection", "generate it again with --output --probs"),
         (NO_DRAFTER, "rejection", "name a draft to replay"),
         (drafter, "hope", "choose one of rejection, block, gumbel, match"),
         (_head_pair()[1], "rejection", "draft = 'head'.*--target"),

@@ -63,7 +63,7 @@ def test_what_cannot_be_quantized_is_refused(tmp_path: Path, monkeypatch: pytest
     with pytest.raises(OptionError, match="quantized with gptq already"):
         outrider.load(folder, quantization="int8")
     monkeypatch.setattr("outrider.models.quantize.find_spec", lambda _: None)
-    with pytest.raises(MissingExtra, match="a GGUF file needs no package, needs gptqmodel and optimum"):
+    with pytest.raises(MissingExtra, match=r"a GGUF file needs no package\) needs gptqmodel and optimum"):
         outrider.load(folder)
     with pytest.raises(MissingExtra, match=r"quantization nf4 needs bitsandbytes: pip install '\.\[quantize\]'"):
         outrider.load("fable:nf4")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from outrider.certify.divergence import GreedyReport
 from outrider.certify.evidence import Finding
@@ -16,7 +16,8 @@ from outrider.certify.exact import ExactReport
 NEGLIGIBLE_TV = 0.005  # total variation: smaller deviations need not be detectable
 
 
-class Dependence(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Dependence:
     """Test of dependence between pairs of tokens of one kind.
 
     Attributes:

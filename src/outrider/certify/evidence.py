@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -140,7 +140,8 @@ def mean_wealth(log_wealths: Sequence[float], num_accounts: int) -> float:
     return float(np.logaddexp.reduce([*log_wealths, *idle])) - math.log(num_accounts)
 
 
-class Finding(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Finding:
     """The result of one test.
 
     Attributes:
@@ -172,7 +173,7 @@ def holm(tests: Sequence[Finding], level: float) -> list[Finding]:
     p, each is compared with the level over the number of tests left, until one raises no alarm."""
     results, is_open = list(tests), True
     for place, i in enumerate(sorted(range(len(tests)), key=lambda i: tests[i].p)):
-        results[i] = tests[i]._replace(threshold=level / (len(tests) - place) if is_open else 0.0)
+        results[i] = replace(tests[i], threshold=level / (len(tests) - place) if is_open else 0.0)
         is_open = is_open and results[i].is_alarm
     return results
 
