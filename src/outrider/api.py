@@ -38,9 +38,8 @@ from outrider.options import (
     DEFAULT_NUM_DRAFT_TOKENS,
     HYBRID,
     NumDraftTokens,
-    instead_of,
     looks_up,
-    own_name,
+    nearest,
     reads_corpus,
 )
 from outrider.runtime.lm import LM
@@ -115,8 +114,8 @@ def load(
         raise OptionError("placement", placement, "give it or its fields, not both")
     for name, value in fields.items():
         if name not in Placement.__dataclass_fields__:
-            near = own_name(name, (*Placement.__dataclass_fields__, "draft", "num_draft_tokens", "target"))
-            remedy = f"did you mean {near}?" if near else instead_of(name) or "leave it out"
+            near = nearest(name, (*Placement.__dataclass_fields__, "draft", "num_draft_tokens", "target"))
+            remedy = f"did you mean {near}?" if near else "leave it out"
             raise OptionError(name, value, f"'load' has no such option: {remedy}")
     placement = placement or Placement(**fields)
     checkpoint = _checkpoint(target, tokenizer, placement, models_file, is_target=True)

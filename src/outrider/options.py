@@ -1,4 +1,4 @@
-"""The options of a generation, their checks, and their names in other programs.
+"""The options of a generation, and their checks.
 
 This module knows no model and no tensor. It does not import torch.
 """
@@ -34,56 +34,6 @@ CONSTRAINTS = ("json_schema", "regex", "grammar")
 """The fields of ``Sampling`` that constrain the output."""
 MASKS = (*CONSTRAINTS, "thinking_budget", "bad_words", "processor")
 """The fields of ``Sampling`` that forbid tokens by the ones before them."""
-
-# Names of our options in other programs: Transformers, vLLM, SGLang, llama.cpp, Ollama, OpenAI's API.
-_OTHER_NAMES = {
-    "max_new_tokens": "max_tokens max_completion_tokens max_output_tokens max_length max_gen_len n_predict num_predict",
-    "min_tokens": "min_new_tokens min_length",
-    "stop": "stop_strings stop_words stop_sequences until",
-    "stop_token_ids": "eos_token_id eos_token_ids stop_tokens",
-    "temperature": "temp",
-    "repetition_penalty": "repeat_penalty",
-    "seed": "random_seed manual_seed",
-    "logprobs": "top_logprobs n_probs output_scores",
-    "json_schema": "guided_json response_format json",
-    "regex": "guided_regex",
-    "grammar": "guided_grammar ebnf gbnf",
-    "bad_words": "bad_words_ids",
-    "thinking_budget": "thinking_token_budget thinking_budget_tokens reasoning_budget reasoning_budget_tokens "
-    "max_think_tokens budget_tokens",
-    "processor": "logits_processor logits_processors prefix_allowed_tokens_fn",
-    "num_draft_tokens": "num_assistant_tokens num_speculative_tokens speculative_num_draft_tokens draft_max draft_n "
-    "speculative_num_steps gamma k",
-    "draft": "assistant_model draft_model model_draft speculative_model speculative_draft_model_path",
-    "target": "model model_path model_name pretrained",
-    "n": "num_return_sequences",
-    "num_slots": "batch_size max_num_seqs parallel n_parallel",
-    "slots": "batch_size max_num_seqs parallel n_parallel",
-    "batch_size": "max_num_seqs parallel n_parallel",
-    "context": "ctx_size n_ctx num_ctx max_model_len context_length",
-    "quantize": "quantization load_in_4bit load_in_8bit",
-    "dtype": "torch_dtype",
-    "threads": "num_threads n_threads",
-    "prompts": "file prompt_file input",
-}
-# Remedies for options that only other programs have.
-_INSTEAD = {
-    "the draft is chosen with the target, outrider.load(target, draft) or --draft": "assistant_model draft_model "
-    "speculative_model",
-    "the draft 'ngram' does prompt lookup": "prompt_lookup_num_tokens",
-    "logit_bias forbids a token, {token id: -inf}": "suppress_tokens begin_suppress_tokens",
-    "temperature 0 is greedy, any other samples": "do_sample",
-    "there is no beam search": "num_beams length_penalty early_stopping",
-    "n completions of each prompt are drawn; none is ranked": "best_of",
-    "the distribution is shaped by temperature, top_k, top_p, min_p, penalties and logit_bias alone": "typical_p top_a "
-    "mirostat tfs_z no_repeat_ngram_size guidance_scale dry_multiplier epsilon_cutoff eta_cutoff penalty_alpha "
-    "xtc_probability",
-    "Decoder.stream yields chunks as they are generated": "streamer",
-    "pass everything that the tokenizer returns as the prompt": "attention_mask input_ids",
-    "leave it out: rows are not padded, and the KV cache is always on": "pad_token_id use_cache",
-    "load the model and its tokenizer yourself, and pass them to outrider.load": "trust_remote_code",
-    "nothing is compiled that a server could wait for": "wait",
-}
 
 MAX_BIAS = 1e9  # beyond any logit, and finite in every dtype of logits
 
@@ -313,18 +263,9 @@ def _checked_words(words: object) -> tuple[str | tuple[int, ...], ...]:
     return tuple(word if isinstance(word, str) else tuple(map(int, word)) for word in words)
 
 
-def own_name(name: str, known: Collection[str]) -> str | None:
-    """The option that another program's name, or a misspelling, stands for."""
-    for own, others in _OTHER_NAMES.items():
-        if own in known and name in others.split():
-            return own
-    nearest = difflib.get_close_matches(name, known, n=1)
-    return nearest[0] if nearest and instead_of(name) is None else None
-
-
-def instead_of(name: str) -> str | None:
-    """The remedy for an option that only other programs have."""
-    return next((remedy for remedy, others in _INSTEAD.items() if name in others.split()), None)
+def nearest(name: str, known: Collection[str]) -> str | None:
+    """The option of which a name may be a misspelling."""
+    return next(iter(difflib.get_close_matches(name, known, n=1)), None)
 
 
 def looks_up(draft: object) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from outrider.errors import FileError, OptionError, PromptError
-from outrider.options import Sampling, instead_of, own_name
+from outrider.options import Sampling, nearest
 from outrider.text.chat import FIELDS, Chat, ChatOptions
 
 _OPTIONS = tuple(field.name for field in fields(Sampling))
@@ -70,9 +70,8 @@ def prompt_of(path: object, place: str, row: dict[str, Any]) -> PromptLine:
         raise FileError(f"{where}: the category {labels['category']!r} is not a string")
     for name in row:
         if name not in _KNOWN:
-            meant = own_name(name, _FIELDS)
-            instead = instead_of(name) or "put your own notes under 'metadata'"
-            remedy = f"did you mean {meant!r}?" if meant else instead
+            near = nearest(name, _FIELDS)
+            remedy = f"did you mean {near!r}?" if near else "put your own notes under 'metadata'"
             raise FileError(f"{where}: a prompt has no field {name!r}: {remedy}")
     if "prompt" in row and "messages" in row:
         raise FileError(f"{where}: give a prompt or messages, not both")

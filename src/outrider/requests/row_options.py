@@ -9,7 +9,7 @@ from dataclasses import fields
 from typing import Any
 
 from outrider.errors import OptionError
-from outrider.options import Sampling, instead_of, is_word, own_name
+from outrider.options import Sampling, is_word, nearest
 
 _OPTIONS = [field.name for field in fields(Sampling)]
 # Options that are shared by all rows, and where they are given.
@@ -35,9 +35,8 @@ def check_names(options: Mapping[str, Any]) -> None:
         if name in _OF_CALLS:
             raise OptionError(name, value, _OF_CALLS[name])
         if name not in _OPTIONS:
-            name_here, instead = own_name(name, (*_OPTIONS, *_OF_CALLS)), instead_of(name)
-            unknown = f"there is no such option: {instead}" if instead else "there is no such option"
-            raise OptionError(name, value, f"did you mean {name_here}?" if name_here else unknown)
+            near = nearest(name, (*_OPTIONS, *_OF_CALLS))
+            raise OptionError(name, value, f"did you mean {near}?" if near else "there is no such option")
 
 
 def seed_of(seed: Any, index: int) -> Any:
