@@ -57,7 +57,7 @@ def blocks_of(page: Path) -> list[Block]:
     text = page.read_text(encoding="utf-8")
     found = list(FENCE.finditer(text))
     blocks = []
-    for match, after in zip(found, [*found[1:], None], strict=True):
+    for match, after in zip(found, [*found, None][1:], strict=True):
         is_shown = after is not None and after[2] == "text" and not text[match.end() : after.start()].strip()
         output = after[3] if after is not None and is_shown else ""
         blocks.append(Block(text.count("\n", 0, match.start()) + 1, match[2], match[3], match[1] or "", output))
