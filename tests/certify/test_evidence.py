@@ -73,6 +73,8 @@ def test_the_bound_of_the_mgf_is_one(points: list[float], theta: float) -> None:
 def test_wealth_is_a_valid_p_value() -> None:
     """2,000 runs of 60 tokens, few enough for a normal approximation to fail. If P(p <= a) <= a, then more alarms than
     the bounds below come with a probability under 1e-6."""
+    nothing = Increments(np.zeros(4), np.zeros((3, 4)), np.zeros(4), np.zeros(4))
+    assert Bet(0.3).log_wealth(nothing) == pytest.approx(0)  # two accounts of 1/2 each
     judged = Judged(3, 2000, 60)
     bet = Bet.for_sample(judged.increments("likelihood", 0), 60, 0.01)
     logs = [bet.log_wealth(judged.increments("likelihood", run)) for run in range(2000)]

@@ -132,12 +132,35 @@ def test_errors_leave_the_session_usable(monkeypatch: pytest.MonkeyPatch) -> Non
         with pytest.raises(SessionError, match=r"has stopped \(KeyboardInterrupt\): start again"):
             list(other)
         assert _ids(session.stream([1, 2], **options)) == want
+        # A stream of an engine that is gone is closed late: who has its place in the new one goes on.
+        old = [session.stream([1, 2], **options) for _ in range(2)]
+        for stream in old:
+            next(stream)
+        with monkeypatch.context() as patch, pytest.raises(RuntimeError):
+            patch.setattr(Engine, "step", Mock(side_effect=RuntimeError))
+            list(old[0])
+        new = [session.stream([1, 2], **options) for _ in range(2)]
+        begun = [next(stream).token_ids for stream in new]
+        old[1].close()
+        assert [first + _ids(stream) for first, stream in zip(begun, new, strict=True)] == [want, want]
         last = session.stream([1, 2], **options)
         next(last)
     with pytest.raises(SessionError, match="closed before"):
         list(last)
     with pytest.raises(SessionError, match="closed: open another"):
         session.stream([1])
+
+
+def test_closing_ends_who_runs_and_who_waits_for_a_larger_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoder_module, "_LEAST_SESSION_CAPACITY", 16)
+    session, ended = _decoder().session(), list[tuple[str, int]]()
+    for name, prompt in (("runs", PROMPT[:4]), ("waits", PROMPT)):
+        states, loop = session._open([prompt], None, None, 1, {"max_new_tokens": 10})
+        loop.submit(states, lambda _, item, name=name: ended.append((name, isinstance(item, SessionError))))
+        loop.step()
+    assert {name for name, _ in ended} == {"runs"}
+    session.close()
+    assert [name for name, is_error in ended if is_error] == ["runs", "waits"]
 
 
 def test_a_hook_cannot_use_its_own_session() -> None:

@@ -17,6 +17,7 @@ from outrider.errors import ExecutionError
 from outrider.models.executions import choose_execution
 from outrider.options import Sampling
 from outrider.records import Request
+from outrider.runtime import lm as lm_module
 from outrider.runtime.cache import SlotCache
 from outrider.runtime.cuda_graphs import CapturedExecution
 from outrider.runtime.lm import LM, _advance_step
@@ -148,6 +149,17 @@ def test_weights_in_huge_pages_are_the_same_numbers() -> None:
     assert model[3].weight is model[0].weight
     moved = [weight for name, weight in parameters.items() if after[name] != addresses[name]]
     assert len({weight.untyped_storage().data_ptr() for weight in moved}) == len(moved)
+
+
+def test_a_long_prompt_is_fed_in_forwards_that_see_all_before_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 64 tokens, which is the step of views."""
+    monkeypatch.setattr(lm_module, "PREFILL_TOKENS", 64)
+    lm = as_lm(tiny_llama())
+    ids = torch.randint(60, (1, 200), generator=torch.Generator().manual_seed(0))
+    cache = lm.new_cache(1, 200)
+    lm.prefill(ids, torch.tensor([0]), torch.tensor([199]), cache, latest=0, num_columns=199)
+    found = lm.forward(ids[:, 199:], torch.tensor([[199]]), cache, lm.view_len(200, cache))[0, -1]
+    torch.testing.assert_close(found, lm.model(ids).logits[0, -1], rtol=0, atol=1e-10)
 
 
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8, 9, 3], [9]]

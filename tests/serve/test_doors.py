@@ -12,6 +12,7 @@ from scripted import MARKERS, TEMPLATES, WEATHER, scripted, talker, tool
 from servers import Running, running, words
 
 from outrider.errors import OptionError
+from outrider.serve.tools import Choice, Tool, ToolUse
 from outrider.text.chat import Chat, ChatOptions
 
 DOORS = ("chat/completions", "responses", "messages")
@@ -241,6 +242,22 @@ def test_a_demanded_call_and_its_result(server: Running) -> None:
         one = said(server, "chat/completions", **body)
         assert (one.content, one.end) == ("", "length")
     assert one.calls
+
+
+def test_a_call_that_a_stop_string_cuts_is_incomplete() -> None:
+    with running(scripted(CALL, TEMPLATES["hermes"], MARKERS["hermes"])) as server:
+        found = sent(server, "responses", asked("responses", {"tools": TOOLS, "stop": "Ro"}))
+    assert [(one["type"], one["status"]) for one in found["output"]] == [("function_call", "incomplete")]
+
+
+def test_one_call_at_a_time() -> None:
+    """Named, or by the field of each API."""
+    tools = [Tool.model_validate({"name": name, "input_schema": {"type": "object"}}) for name in "ab"]
+    for choice, is_parallel in (("auto", None), ("auto", False), (Choice(type="function", name="a"), None)):
+        used = ToolUse.of(tools, choice, is_parallel)  # type: ignore[arg-type]
+        assert used is not None and used.is_parallel == (choice == "auto" and is_parallel is None)
+    used = ToolUse.of(tools, Choice(type="any", disable_parallel_tool_use=True))
+    assert used is not None and used.is_forced and not used.is_parallel
 
 
 def test_unknown_formats_are_refused() -> None:
