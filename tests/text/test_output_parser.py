@@ -10,7 +10,7 @@ from outrider.text.thinking import Stage, Thinking
 from outrider.text.tool_formats import TOOL_FORMATS
 
 NAMES = ["weather", "time"]
-ROME = '{"city": "Rome </tool_call> \\" }{", "days": [1, {"a": null}]}'
+ROME = '{"city": "Rome </tool_call> \\" }{", "folder": "C:\\\\", "days": [1, {"a": null}]}'
 
 
 def parts(pieces: list[Piece]) -> tuple[str, list[tuple[str, str]]]:
