@@ -93,6 +93,52 @@ FAULTS = [
     # Rolling back a drafted end of thoughts gives a token of the budget back, though the marker took none: with a draft
     # the thoughts are longer than the budget (and than without a draft), by one for each such rejection.
     ("text/thinking.py", 'self._stage == after == "in"', 'self._stage == "in"', "text"),
+    # Requests that still wait for a (larger) engine are dropped without a word when the engine fails or the session is
+    # closed: their streams wait forever.
+    ("requests/engine_loop.py", "ended = [*self._rows.values(), *self._arriving]", "ended = [*self._rows.values()]",
+     "requests decoding"),
+    # A stream of an engine that is gone, closed late, cancels the row of another caller that has its number in the new
+    # engine: that caller's stream never ends.
+    ("requests/engine_loop.py", "elif self._rows.get(state.index) is state:", "elif state.index in self._rows:",
+     "requests decoding"),
+    # With several prompts and n > 1, choices of completions come with the prompt_logprobs of another prompt.
+    ("serve/choices.py", "found[index // self.ask.body.n]", "found[index % len(found)]", "serve"),
+    # Anthropic's tool_choice.disable_parallel_tool_use is silently ignored: several calls where one was demanded.
+    ("serve/tools.py", " or (isinstance(choice, Choice) and choice.disable_parallel_tool_use)", "", "serve"),
+    # A call of a tool that a stop string has cut is reported as completed (responses): the client runs it with half of
+    # its arguments.
+    ("serve/answers.py", 'is_cut=reason == "length" or self.parser.is_in_call', 'is_cut=reason == "length"', "serve"),
+    # A string that ends in an escaped backslash ("C:\\") does not end: the call is never complete, and the brackets,
+    # markers and text after it end up in its arguments.
+    ("text/output_parser.py", 'part == "\\\\" and not self._is_escaped', 'part == "\\\\"', "text serve"),
+    # Taking back a draft that has gone beyond the end of a structure takes back too many tokens of the matcher: wrong
+    # masks, output that does not match the schema, or an error; only with a draft.
+    ("text/structure.py", "self._matcher.rollback(num_tokens - num_beyond)", "self._matcher.rollback(num_tokens)",
+     "text decoding"),
+    # Every K is replayed with the drafts of the first one (look-ups, heads): the same tau for each K, so that users
+    # choose a wrong K.
+    ("measure/replay.py", "by_k[k if lm is None else first]", "by_k[first]", "measure"),
+    # The two accounts of a bet are added, not averaged: all p-values are half as large, twice as many false alarms.
+    ("certify/evidence.py", "return float(np.logaddexp(sides[0], sides[1])) - math.log(2)",
+     "return float(np.logaddexp(sides[0], sides[1]))", "certify"),
+    # Heads of SpecForge and ModelOpt (eagle_config) read the hidden states of the layers before theirs: lossless, but
+    # hardly a draft is accepted.
+    ("models/heads/chains.py", "tuple(i + 1 for i in inner.get(LAYER_IDS) or ())", "tuple(inner.get(LAYER_IDS) or ())",
+     "models"),
+    # A temperature of 0 (or another option of 0) that a checkpoint states is dropped: it samples where its authors mean
+    # greedy.
+    ("models/sampling_defaults.py", "if document.get(name) is not None}", "if document.get(name)}", "models"),
+    # A slot's suffix index outlives its sequence: a new request is drafted from the last client's text, and the seed
+    # alone no longer gives the output.
+    ("drafters/lookups.py", "if index.num_tokens > num_tokens:", "if index.num_tokens > num_tokens > 0:",
+     "drafters decoding"),
+    # Training sees the held-out sequences, too: alpha, the prediction and the choice of the best weights flatter a
+    # draft that has learnt them by heart.
+    ("distill/data.py", "return written[:-num_held], [", "return written, [", "distill"),
+    # The second and later forwards of a long prompt (above PREFILL_TOKENS, all rows together) see too short a view of
+    # the cache: wrong output after long prompts, or an error; short ones stay right.
+    ("runtime/lm.py", "self.view_len(latest + offset + width, cache)", "self.view_len(latest + width, cache)",
+     "runtime decoding"),
 ]  # fmt: skip
 
 
