@@ -43,6 +43,7 @@ from outrider.options import (
     reads_corpus,
 )
 from outrider.runtime.lm import LM
+from outrider.runtime.weight_tensors import tp_size_of
 from outrider.system.files import short_name
 from outrider.system.ranks import take_part
 from outrider.system.resources import gc_paused
@@ -314,7 +315,7 @@ def _checkpoint(
     if placement.quantization not in (None, "none") or placement.device_map not in (None, "none"):
         how = placement.quantization or placement.device_map
         raise OptionError("placement", how, "a model in memory stays as it is: pass a name or a folder")
-    if (getattr(model, "tp_size", None) or 1) > 1:
+    if tp_size_of(model) > 1:
         take_part(model)
     name = config.name_or_path or type(model).__name__
     execution = "eager" if placement.execution == "auto" else placement.execution  # its weights may be changed

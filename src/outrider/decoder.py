@@ -9,8 +9,9 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple, Unpack
 
-from outrider.decoding.batch import final_room
+from outrider.decoding.batch import Row, final_room
 from outrider.decoding.engine import Engine
+from outrider.decoding.fair_queue import FairQueue
 from outrider.decoding.runner import PREFILL_CHUNK
 from outrider.decoding.schedule import AdaptiveSchedule, ConstantSchedule, PairState, Schedule
 from outrider.drafters.base import NO_DRAFTER, Drafter
@@ -181,20 +182,35 @@ class Decoder(GenerationCalls):
         ``async for chunk in session.stream(...)``. Arguments and errors: see ``session``."""
         return AsyncSession(self.session(slots, capacity, num_draft_tokens=num_draft_tokens, acceptance=acceptance))
 
-    def engine(self, num_slots: int, capacity: int, **options: Any) -> Engine:
+    def engine(
+        self,
+        num_slots: int,
+        capacity: int,
+        *,
+        prefill_chunk: int | None = PREFILL_CHUNK,
+        queue: FairQueue[Row] | None = None,
+    ) -> Engine:
         """An engine for requests that arrive at any time (docs/internals/architecture.md), made by ``request``.
 
         Args:
             capacity: most tokens in a row, prompt included.
-            options: ``prefill_chunk`` and ``queue``, see ``Engine``.
+            prefill_chunk, queue: see ``Engine``.
         """
         assert self.pair_state is not None
         rule = RULES[self.acceptance]
         schedule: Schedule = ConstantSchedule(self.constant_k)
         if self.num_draft_tokens == "auto" and self.drafter.most_drafted != 0:
             schedule = AdaptiveSchedule(self.pair_state.estimates(rule))
-        models = self.target, self.drafter, rule
-        return Engine(*models, num_slots=num_slots, capacity=capacity, schedule=schedule, **options)
+        return Engine(
+            self.target,
+            self.drafter,
+            rule,
+            num_slots=num_slots,
+            capacity=capacity,
+            schedule=schedule,
+            prefill_chunk=prefill_chunk,
+            queue=queue,
+        )
 
     def loop(self, num_slots: int, prefill_chunk: int | None = PREFILL_CHUNK) -> EngineLoop:
         """A loop for requests made by ``request``, over an engine that is made when a request needs it."""

@@ -295,11 +295,10 @@ def _check_integer(name: str, value: object, low: int, remedy: str, most: float 
 
 def check_num_draft_tokens(k: NumDraftTokens) -> None:
     """Raises OptionError."""
-    if k != "auto":  # an int, which JSON can write: not one of NumPy
+    # An int, which JSON can write: not one of NumPy.
+    if k != "auto" and (isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= MAX_NUM_DRAFT_TOKENS):
         remedy = f"1 to {MAX_NUM_DRAFT_TOKENS}, or 'auto' (for plain decoding choose the draft 'none')"
-        if not isinstance(k, int):
-            raise OptionError("num_draft_tokens", k, f"a whole number from {remedy}")
-        _check_integer("num_draft_tokens", k, 1, f"a whole number from {remedy}", MAX_NUM_DRAFT_TOKENS)
+        raise OptionError("num_draft_tokens", k, f"a whole number from {remedy}")
 
 
 def check_num_slots(num_slots: int, name: str = "num_slots") -> None:

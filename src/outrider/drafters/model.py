@@ -90,8 +90,8 @@ def _feed(
 
 
 def _one_by_one(run: Any, lm: LM, k: int, view_len: int, num_wanted: Tensor, *own: Any) -> LogitsAt:
-    """A forward for each token. ``own``: the cache; the first tokens to feed, of which the last one is the last
-    committed token [B, T]; how many tokens are in the cache, and are not fed again [B]; lengths [B]."""
+    """Run a forward for each token. ``own``: the cache; the first tokens to feed, up to the last committed token
+    [B, T]; how many tokens are in the cache, and are not fed again [B]; lengths [B]."""
     cache, fed, cached, lengths = own
     states, num_known = cache, cache.bound + fed.shape[1]
 

@@ -17,8 +17,8 @@ class BlockForm:
     number: int  # of the type in ggml; groups have their own
     num_numbers: int  # of a block
     num_bytes: int  # of a block
-    # Of the integers to which rows are rounded before products: 1 of 8 bits, 2 of 15 bits (rounded_rows.h), 0 for rows
-    # of float32:
+    # Digits of the integers to which rows are rounded before products: 1 for 8 bits, 2 for 15 bits (rounded_rows.h), 0
+    # for rows of float32:
     num_digits: int = 0
 
     def width_of(self, num_bytes: int) -> int:

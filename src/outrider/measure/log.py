@@ -90,21 +90,23 @@ class Header:
         Args:
             options: fields of ``Sampling``; the seed is left out.
         """
-        Sampling(**{**options, "seed": None})  # an unknown name is an error here
-        return cls.from_json({"model": model_json(decoder), "settings": {**options, "probs": has_probs}})
+        return cls._of(model_json(decoder), Sampling(**{**options, "seed": None}), has_probs)
 
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> Header:
         """Header of a line. Raises KeyError, TypeError, ValueError, OptionError."""
-        model, settings = row["model"], row["settings"]
+        settings = row["settings"]
         names = {one.name for one in fields(Sampling)} - {"seed", "logprobs"}
         options = {name: settings[name] for name in names & settings.keys()}
         if isinstance(bias := settings.get("logit_bias"), list):  # as strings: JSON has no -inf
             options["logit_bias"] = {int(token_id): float(value) for token_id, value in (x.split("=") for x in bias)}
         options = {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
+        return cls._of(row["model"], Sampling(**options), bool(settings.get("probs")))
+
+    @classmethod
+    def _of(cls, model: Mapping[str, Any], sampling: Sampling, has_probs: bool) -> Header:
         sizes = model["vocab_size"], model["context_len"]
-        probs = bool(settings.get("probs"))
-        return cls(model["name"], Sampling(**options), probs, *sizes, whole_ids(model["eos_ids"]), model["tokenizer"])
+        return cls(model["name"], sampling, has_probs, *sizes, whole_ids(model["eos_ids"]), model["tokenizer"])
 
 
 class Log(NamedTuple):

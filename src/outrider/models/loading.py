@@ -36,7 +36,7 @@ from outrider.models.weights import quantized_share
 from outrider.runtime.lm import LM
 from outrider.runtime.media import takes_images
 from outrider.runtime.stand_in import StandIn
-from outrider.runtime.weight_tensors import move_weights
+from outrider.runtime.weight_tensors import move_weights, tp_size_of
 from outrider.system.ranks import current_ranks, together
 from outrider.text.tokenizer import has_token, vocab_size
 
@@ -316,7 +316,7 @@ def build_lm(checkpoint: Checkpoint, num_tokens: int, unknown_ids: tuple[int, ..
     with building(f"{checkpoint.name} cannot be run", config):
         sizes: dict[str, Any] = {"vocab_size": min(width, num_tokens), "context_len": context_len(config)}
         options = {"name": checkpoint.name, **sizes}
-        if (getattr(model, "tp_size", None) or 1) > 1:
+        if tp_size_of(model) > 1:
             lm: LM = current_ranks().call(_shared_lm, (model,), options)
         else:
             lm = LM(model, **options)

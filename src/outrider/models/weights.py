@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from outrider.kernels.narrow_weight import NarrowWeight
-from outrider.runtime.weight_tensors import stored_tensors, whole
+from outrider.runtime.weight_tensors import stored_tensors, tp_size_of, whole
 from outrider.system.ranks import current_ranks
 
 
@@ -18,8 +18,7 @@ def weights_checksum(model: nn.Module) -> str:
     Weights that the processes of a job share are gathered one by one. Quantized shares cannot be gathered; then it is
     the SHA-256 of the checksums of all processes.
     """
-    is_shared = (getattr(model, "tp_size", None) or 1) > 1
-    checksums = current_ranks().lead(_checksum, (model,)) if is_shared else [_checksum(model)]
+    checksums = current_ranks().lead(_checksum, (model,)) if tp_size_of(model) > 1 else [_checksum(model)]
     if len(set(checksums)) == 1:
         return str(checksums[0])
     return hashlib.sha256("".join(checksums).encode()).hexdigest()

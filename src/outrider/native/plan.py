@@ -48,7 +48,7 @@ class MatrixPlan:
     part: Number = 0  # this one of ``num_parts`` equal parts of its rows
     num_parts: Count = 1
     is_transposed: bool = False  # it is stored as [I, O]. The parts of experts' matrices alternate then, row by row
-    # Of its results, before the bias: numbers of rows and their factors, in turn; the last is that of all other rows:
+    # Output scales, applied before the bias: numbers of rows and their factors, in turn; the last for all other rows:
     factors: tuple[tuple[Number, float], ...] = ()
 
 
@@ -113,7 +113,7 @@ class RecurrencePlan:
     # Parameters of the heads: the logarithm of a decay is -exp(rate) softplus(step + bias):
     rates: str = ""
     step_bias: str = ""
-    # Of each head's output, before its gate; of Mamba-2, of each group's, after its gate; or None:
+    # Norm of each head's output, before its gate; in Mamba-2 of each group's, after its gate; or None:
     out_norm: NormPlan | None = None
     taps_bias: str | None = None  # parameter, or None
     skips: str | None = None  # parameter: factors of the values that are added to the output; or None
@@ -152,7 +152,7 @@ class ExpertsPlan:
     activation: Activation
     # Matrices before and after all experts, which are of another width; or None:
     latent: tuple[MatrixPlan, MatrixPlan] | None = None
-    # Of the groups of experts, those whose two largest scores have the largest sums are chosen first (DeepSeek-V3):
+    # Groups of experts whose two largest scores have the largest sums are chosen first (DeepSeek-V3):
     num_groups: Count = 1
     num_chosen_groups: Count = 1
     slope: float = 1.0
@@ -164,7 +164,7 @@ class ExpertsPlan:
     scale: float = 1.0
     correction: str | None = None  # name of what is added to scores for the choice alone, or None
     scales: str | None = None  # name of factors of the weights of each expert, or None
-    # Of the router's input; None for the input of the MLP, as ``norm``, that of the experts:
+    # Norms of the inputs of router and experts; None for the input of the MLP:
     router_norm: NormPlan | None = None
     norm: NormPlan | None = None
     post_norm: NormPlan | None = None  # of what all experts of a token give

@@ -30,7 +30,7 @@ from outrider.runtime.execution import EagerExecution, Step
 from outrider.runtime.modules import cache_argument, find_mixers, recorded_states, token_by_token, with_finite_numbers
 from outrider.runtime.stand_in import StandIn
 from outrider.runtime.vocabulary import UNKNOWN, spread
-from outrider.runtime.weight_tensors import is_shared
+from outrider.runtime.weight_tensors import is_shared, tp_size_of
 from outrider.system.ranks import any_process, check_equal, in_all_processes, together
 
 PREFILL_TOKENS = 1024
@@ -87,7 +87,7 @@ class LM:
         self.device = next(model.parameters()).device
         # Masks match the type of the activations: quantized weights are integers.
         self.dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
-        self.num_shares: int = getattr(model, "tp_size", None) or 1
+        self.num_shares = tp_size_of(model)
         if layer_shapes is not None:
             self.layer_shapes = tuple(layer_shapes)
         self.least_columns = 1

@@ -81,6 +81,11 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 
+def tp_size_of(model: object) -> int:
+    """Number of processes that share a model of Transformers (tensor parallel)."""
+    return getattr(model, "tp_size", None) or 1
+
+
 def is_shared(tensor: Tensor) -> TypeGuard[DTensor]:
     """Whether several processes share the tensor, each with a part."""
     module = sys.modules.get("torch.distributed.tensor")  # where none is imported, none is there

@@ -38,7 +38,7 @@ class History:
         return History(*(None if value is None else change(value) for value in values))
 
     def begin(self, row: int, ids: Tensor, num_given: int) -> None:
-        """Start a new sequence in a row, in place: its tokens so far, of which the first are the prompt. [N]"""
+        """Start a new sequence in a row, in place: its tokens so far [N], the first ``num_given`` of the prompt."""
         if self.seen is not None:
             self.seen[row] = False
             self.seen[row, ids] = True
@@ -48,8 +48,8 @@ class History:
             self.num_generated[row] = len(ids) - num_given
 
     def append(self, ids: Tensor, old_lengths: Tensor, lengths: Tensor) -> None:
-        """Append output to all rows, in place: ids [B, T], of which columns beyond a row's tokens repeat the last one,
-        between the lengths of the sequences before and after [B]."""
+        """Append output to all rows, in place: ids [B, T], between the lengths of the sequences before and after [B].
+        Columns beyond a row's tokens repeat the last one."""
         if self.seen is not None:
             self.seen.scatter_(1, ids, True)
         if self.counts is not None:

@@ -99,8 +99,7 @@ def check_writable(path: Path) -> None:
 
 
 def write_whole(path: Path, data: bytes, *, mode: int = 0o666) -> None:
-    """Write a file atomically: no reader ever finds half of it, even after a loss of power. Raises
-    OSError.
+    """Write a file atomically: no reader ever finds half of it, even after a loss of power. Raises OSError.
 
     Args:
         mode: permissions, less the umask.

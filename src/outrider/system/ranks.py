@@ -256,7 +256,7 @@ def take_part(module: Any = None) -> Ranks:
     """Join the job. Only the first process returns: the others follow it, and exit when it does.
 
     Args:
-        module: a shared model in memory, the first of the job, of which each process has loaded its share itself.
+        module: a shared model in memory, the first of the job; each process has loaded its share itself.
     """
     is_new = _ranks.size == 1
     ranks = join()

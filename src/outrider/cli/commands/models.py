@@ -127,7 +127,8 @@ def _forms(spec: ModelSpec, dtype: str, sizes: list[int]) -> list[dict[str, Any]
     for size in sizes:
         if size > 1:
             check_shares(spec.name, size, Placement().over(spec), device, config, None)
-    free = available_bytes(device)
+    # Blocks of GGUF files are widened elsewhere than on a CPU.
+    free = available_bytes(device) if spec.gguf is None or device.type == "cpu" else None
 
     def row(form: str, quantization: str, size: int, number: int) -> dict[str, Any]:
         about = {"name": spec.name, "dtype": form, "quantization": quantization, "num_devices": size}
@@ -137,8 +138,7 @@ def _forms(spec: ModelSpec, dtype: str, sizes: list[int]) -> list[dict[str, Any]
         from outrider.models.gguf.checkpoint import gguf_file
 
         stored = sum(math.prod(tensor.stored_shape) for tensor in gguf_file(spec).tensors.values())
-        # Elsewhere than on a CPU blocks are widened.
-        return [row("GGUF", "none", 1, stored) | ({} if device.type == "cpu" else {"fits_here": None})]
+        return [row("GGUF", "none", 1, stored)]
     with torch.device("meta"):
         bare = skeleton(config, DTYPES[dtype])
     return [

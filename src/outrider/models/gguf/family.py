@@ -86,5 +86,5 @@ class Family:
     columns: Callable[[str, Any], Tensor | None] = lambda name, config: None  # returns that of each column, likewise
     # Name of a tensor -> function from the file's form of the numbers to the model's:
     changes: Mapping[str, Callable[[Tensor], Tensor]] = field(default_factory=dict)
-    # Name of a tensor, outside of layers, of which each part is a parameter -> their names, with "{}" for the number:
+    # Name of a tensor outside of layers whose parts are parameters -> their names, with "{}" for the number:
     stacks: Mapping[str, str] = field(default_factory=dict)

@@ -297,8 +297,6 @@ def _features(stated: Mapping[str, Any], config: Any, target: LM) -> tuple[int, 
 
 def _reaches(stated: Mapping[str, Any], config: Any, context_len: int | None) -> list[Reach]:
     """Reach of the slots, by layer, which see at most ``context_len`` tokens of the context; None for all."""
-    if _value(stated, "use_swa"):
-        raise UnsupportedModel("a DFlash head with use_swa: take the head in z-lab's or speculators' layout")
     windows = [config.sliding_window if kind == "sliding_attention" else None for kind in config.layer_types]
     if "speculators_model_type" in stated:
         is_causal = not stated.get("sliding_window_non_causal", stated["speculators_model_type"] == "dflash2")
@@ -320,7 +318,8 @@ def load_block(stored: Mapping[str, Tensor], stated: Mapping[str, Any], name: st
     tensors = {key.replace("_codebook.weight", "_codebook"): value for key, value in tensors.items()}
     if offsets is not None and _part_of(tensors, "candidate_selector."):
         raise UnsupportedModel(f"{name} has a reduced vocabulary, which DFlash 2 heads do not have")
-    for setting in ("markov_rank", "enable_confidence_head", "lilicorr_candidate_topk"):  # of DSpark and LiLiCorr
+    # Of DSpark, LiLiCorr, and DeepSpec's windows.
+    for setting in ("markov_rank", "enable_confidence_head", "lilicorr_candidate_topk", "use_swa"):
         if _value(stated, setting):
             raise UnsupportedModel(f"{name} states {setting}, which is not run here: take a plain DFlash head")
     for setting, beginning in _PROMISES.items():
