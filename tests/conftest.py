@@ -68,7 +68,7 @@ def _probed_once() -> Iterator[None]:
     def once(lm: "LM") -> None:
         config = {name: value for name, value in lm.model.config.to_dict().items() if name != "_name_or_path"}
         stored = frozenset((type(weight), weight.dtype) for weight in lm.model.parameters())
-        form = type(lm.model), lm.native is None, lm.model.config._attn_implementation, stored
+        form = type(lm.model), type(lm.backend), lm.model.config._attn_implementation, stored
         key = *form, repr(config), lm.dtype, lm.vocab_size, lm.context_len
         if key not in found:
             probe(lm)

@@ -204,7 +204,7 @@ def load_drafter(
     if len(differing) >= _MOST_UNKNOWN * num_tokens:
         spelling = _spelling(decoder, checkpoint, differing)
         own = build_lm(checkpoint, num_tokens_of(checkpoint))
-        if mask_token_of(own.name, own.weights) is not None:
+        if mask_token_of(own) is not None:
             raise TokenizerMismatch(f"{checkpoint.name} drafts in one forward (PARD), for its own family only")
         lm, options = _with_vocab(own.with_tokens(spelling.equals), options, decoder, quantization)
         return translated_drafter(lm, spelling, options)
@@ -307,7 +307,7 @@ def _checkpoint(
     if isinstance(model, (str, Path)):
         if tokenizer is not None:
             raise OptionError("tokenizer", type(tokenizer).__name__, f"the model {str(model)!r} has its own")
-        return load_checkpoint(resolve(str(model), models_file), placement, is_target=is_target, may_stand_in=True)
+        return load_checkpoint(resolve(str(model), models_file), placement, is_target=is_target)
     config = getattr(model, "config", None)
     if config is None or not isinstance(model, torch.nn.Module):
         remedy = "a name, a folder, a hub id, or a Hugging Face model in memory"

@@ -111,7 +111,7 @@ class Decoder(GenerationCalls):
         """Whether a text is promised to be the bytes of plain decoding: "promised", or "not promised" with the name of
         the rule or the execution that prevents it."""
         differs = self.depends_on_draft(temperature)
-        return f"not promised ({self.acceptance})" if differs else self.target.execution.same_bytes
+        return f"not promised ({self.acceptance})" if differs else self.target.same_bytes
 
     def complete(
         self,

@@ -93,12 +93,12 @@ def test_teacher_forcing_is_held_against_a_plain_forward() -> None:
     """The control: a cache that forgets the first token."""
     target, drafter = llama_pair()
     assert forcing_gap(target, TEXT) < 1e-12
-    right = target.visibility
+    right = target.backend.visibility
 
     class BlindToTheFirst:
         def masks(self, positions: Tensor, view_len: int, dtype: torch.dtype) -> Tensor:
             return right.masks(positions, view_len, dtype).index_fill(3, torch.tensor([0]), -1e9)
 
-    target.visibility = BlindToTheFirst()
+    target.backend.visibility = BlindToTheFirst()
     report = check_exactly(target, drafter, Sampling(), REJECTION, [Text(TEXT)])
     assert report.forcing > 1e-3 and not report.is_ok

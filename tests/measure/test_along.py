@@ -21,6 +21,7 @@ from outrider.measure.teacher_forcing import Text, force
 from outrider.models.executions import choose_execution
 from outrider.options import Sampling
 from outrider.runtime.lm import LM
+from outrider.runtime.transformers_forward import TransformersForward
 from outrider.sampling.probs import Settings, normalise, to_probs
 from outrider.sampling.rules import REJECTION
 from outrider.serve.logprobs import prompt_logprobs
@@ -152,7 +153,9 @@ def test_the_bad_position_is_that_of_the_loop(family: str, monkeypatch: pytest.M
     lm = as_lm(tiny_llama(seed=1)) if family == "llama" else hybrid_lm(hybrid("qwen3_5_text"))
     if family == "native llama":
         model = random_model("llama", next(iter(CASES["llama"].values())))
-        lm = choose_execution(LM(model, name="llama", vocab_size=VOCAB, context_len=CONTEXT), "native")
+        lm = choose_execution(
+            LM(TransformersForward(model), name="llama", vocab_size=VOCAB, context_len=CONTEXT), "native"
+        )
     lm.model.get_input_embeddings().weight.data[5] = torch.nan
     text = (1, 2, 3, 4, 5, 2, 1, 7)
     for num_given, position in ((1, 5), (5, 5), (6, 6), (7, 7)):

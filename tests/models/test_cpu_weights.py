@@ -7,6 +7,7 @@ from typing import Any
 import gguf
 import pytest
 import torch
+from outrider.runtime.stand_in import StandIn
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
@@ -16,7 +17,6 @@ from outrider.errors import OptionError, UnsupportedModel
 from outrider.kernels.narrow_weight import NarrowWeight
 from outrider.models import cpu_weights
 from outrider.models.weights import num_bytes, weights_checksum
-from outrider.runtime.stand_in import StandIn
 from pairs import random_llama, save
 
 

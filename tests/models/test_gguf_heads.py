@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from outrider.runtime.stand_in import StandIn
 from torch import Tensor
 
 import outrider
@@ -31,7 +32,6 @@ from outrider.models import cpu_weights
 from outrider.models.heads.loading import load_head
 from outrider.models.registry import resolve
 from outrider.runtime.lm import LM
-from outrider.runtime.stand_in import StandIn
 
 _GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "gguf_heads.json").read_text())
 
@@ -71,7 +71,7 @@ def test_it_drafts_what_llama_drafts(name: str, tmp_path: Path) -> None:
     decoder = outrider.load(target)
     drafter = load_drafter(decoder, file)
     (head,) = drafter.models
-    assert drafter.name == str(file) and (head.native is None) == (name == "DFlash 2")
+    assert drafter.name == str(file) and head.backend.is_batch_invariant == (name != "DFlash 2")
     plain, folder = (load_head(resolve(str(one)), decoder.target) for one in (file, tmp_path / "head"))
     tokens, golden = _golden(name, head.model)
     for one in (head, plain):
@@ -136,7 +136,7 @@ def test_matrices_stay_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     own = {key: value for key, value in head.model.state_dict().items() if isinstance(value, NarrowWeight)}
     in_blocks = {key for key, value in own.items() if value.blocks is not None}
     assert {"fc.weight", "layers.0.self_attn.q_proj.weight", "layers.0.mlp.up_proj.weight"} <= in_blocks
-    assert head.native is not None
+    assert head.backend.is_batch_invariant
     for key in wide:
         assert torch.equal(own[key].wide() if key in own else head.model.state_dict()[key], wide[key]), key
     plain = load_head(resolve(str(tmp_path / "head")), decoder.target)

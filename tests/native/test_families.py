@@ -65,10 +65,10 @@ def largest_error(model: PreTrainedModel) -> float:
     want, states = oracle(model, ids)
     cache = SlotCache.empty(native.layer_shapes, 3, CONTEXT)
     got = native(ids[:, :LENGTH], places, cache, LENGTH, features=layers, keeps_finite=True)
-    assert got.features is not None and got.broken is not None and not got.broken.any()
-    assert not got.logits[~is_there].any() and not got.features[~is_there].any()
+    assert got.broken is None and not got.logits[~is_there].any()
+    assert not any(found[~is_there].any() for found in got.features)
     errors = [error(got.logits[is_there], want[:, :LENGTH][is_there])]
-    for layer, found in zip(layers, got.features.chunk(len(layers), -1), strict=True):
+    for layer, found in zip(layers, got.features, strict=True):
         errors.append(error(found[is_there], states[layer][:, :LENGTH][is_there]))
     places = LENGTHS[:, None] + torch.arange(NUM_MORE)
     wanted = want.gather(1, places[..., None].expand(-1, -1, VOCAB))

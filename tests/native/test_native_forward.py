@@ -20,15 +20,13 @@ from outrider.drafters.model import model_drafter
 from outrider.errors import OptionError
 from outrider.kernels.blocks import BLOCK_FORMS
 from outrider.kernels.narrow_weight import NarrowWeight
-from outrider.models.executions import choose_execution
-from outrider.native import engine
 from outrider.native.engine import NativeForward
-from outrider.native.families import plan_of
 from outrider.native.plan import MatrixPlan, NotPlanned
 from outrider.native.weights import Weights
 from outrider.runtime.cache import STRIDE, SlotCache
 from outrider.runtime.cache_shapes import WINDOW
 from outrider.runtime.lm import LM
+from outrider.runtime.transformers_forward import TransformersForward
 from outrider.sampling.rules import BLOCK
 from rounded_rows import rounded
 from toys import perturbed, request, run, tokens
@@ -41,11 +39,8 @@ _KINDS = [
 
 
 def _lm(model: PreTrainedModel, *, is_native: bool = False) -> LM:
-    lm = LM(model, name=model.config.model_type, vocab_size=VOCAB, context_len=CONTEXT)
-    if is_native:
-        native = NativeForward(model)
-        lm.native, lm.layer_shapes = native, native.layer_shapes
-    return lm
+    forward = NativeForward(model) if is_native else TransformersForward(model)
+    return LM(forward, name=model.config.model_type, vocab_size=VOCAB, context_len=CONTEXT)
 
 
 @pytest.mark.parametrize(("family", "name", "tolerance"), [*((*kind, 1e-5) for kind in _KINDS), *_BROKEN])
@@ -187,21 +182,6 @@ def test_modules_without_a_plan(name: str) -> None:
     change(model)
     with pytest.raises(NotPlanned, match=reason):
         NativeForward(model)
-
-
-@pytest.mark.usefixtures("each_is_probed")
-def test_a_forward_that_differs_is_not_used(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """The model's own code runs in its place, with a warning."""
-    model = random_model("llama", {})
-    assert choose_execution(_lm(model)).execution.name == "native" and not caplog.records
-
-    plan = plan_of(model.config)
-    monkeypatch.setattr(engine, "plan_of", lambda _: replace(plan, logit_scale=1.1 * plan.logit_scale))
-    lm = choose_execution(_lm(model))
-    assert lm.execution.name == "eager" and lm.native is None
-    assert "the native engine gives other logits than the model's own code: llama" in caplog.text
-    with pytest.raises(OptionError, match="the native engine gives other logits"):
-        choose_execution(_lm(model), "native")
 
 
 def model_of(family: str) -> PreTrainedModel:

@@ -20,6 +20,7 @@ from outrider.drafters.lookups import ngram_drafter
 from outrider.errors import NumericsError, OptionError, SessionError
 from outrider.records import Chunk
 from outrider.runtime.lm import LM
+from outrider.runtime.transformers_forward import TransformersForward
 from pairs import random_llama
 from toys import llama_pair
 
@@ -35,7 +36,9 @@ def _broken() -> tuple[Decoder, dict[str, Any]]:
     """With a NaN at token 77, and options by which no text has it."""
     model = random_llama(tie_word_embeddings=False)
     model.get_input_embeddings().weight.data[77] = torch.nan
-    decoder = Decoder(LM(model, name="m", vocab_size=97, context_len=64), None, frozenset(), NO_DRAFTER)
+    decoder = Decoder(
+        LM(TransformersForward(model), name="m", vocab_size=97, context_len=64), None, frozenset(), NO_DRAFTER
+    )
     return decoder, {"seed": 4, "max_new_tokens": 8, "logit_bias": {77: -1e9}}
 
 

@@ -114,10 +114,10 @@ def test_ragged_blocks_equal_one_full_forward(name: str) -> None:
     lm = as_lm(_model(name))
     assert _distance(lm) < (1e-5 if name == "Llama 4" else 1e-10)
     for field, size in (("window", 5), ("window", 7), ("chunk", 5), ("chunk", 7)):
-        if getattr(lm.visibility, field) == 6:
-            lm.visibility, kept = replace(lm.visibility, **{field: size}), lm.visibility
+        if getattr(lm.backend.visibility, field) == 6:
+            lm.backend.visibility, kept = replace(lm.backend.visibility, **{field: size}), lm.backend.visibility
             assert _distance(lm) > 1e-3
-            lm.visibility = kept
+            lm.backend.visibility = kept
 
 
 def _large() -> nn.Module:

@@ -14,6 +14,7 @@ from outrider.models.executions import choose_execution
 from outrider.native.engine import NativeForward
 from outrider.runtime.cache import SlotCache
 from outrider.runtime.lm import LM
+from outrider.runtime.transformers_forward import TransformersForward
 
 VOCAB = 99
 CONTEXT = 640
@@ -57,8 +58,8 @@ def random_model(family: str, fields: Fields, seed: int = 0, **sizes: Any) -> Pr
 
 
 def native_lm(model: PreTrainedModel, name: str = "target") -> LM:
-    lm = choose_execution(LM(model, name=name, vocab_size=VOCAB, context_len=CONTEXT), "native")
-    assert lm.native is not None and not lm.has_states
+    lm = choose_execution(LM(TransformersForward(model), name=name, vocab_size=VOCAB, context_len=CONTEXT), "native")
+    assert isinstance(lm.backend, NativeForward) and not lm.has_states
     return lm
 
 

@@ -24,6 +24,7 @@ from outrider.records import FinishReason, Request, RowRound, Stats
 from outrider.runtime.cuda_graphs import CapturedExecution
 from outrider.runtime.execution import EagerExecution
 from outrider.runtime.lm import LM
+from outrider.runtime.transformers_forward import TransformersForward
 from outrider.sampling.rules import Rule
 
 NUM_ROWS = 128  # of a batch, at most
@@ -64,7 +65,7 @@ def table_lm(table: Tensor, *, name: str = "target", vocab_size: int = 0, contex
 
 
 def _lm(model: nn.Module, name: str, vocab_size: int, context_len: int) -> LM:
-    lm = LM(model, name=name, vocab_size=vocab_size, context_len=context_len)
+    lm = LM(TransformersForward(model), name=name, vocab_size=vocab_size, context_len=context_len)
     lm.execution = execution()
     return lm
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from outrider.decoding.verify import verify_step
 from outrider.drafters.base import Drafter, Rows, altered_drafter
 from outrider.records import Draft, Verdict
-from outrider.runtime.execution import EagerExecution, Step
+from outrider.runtime.execution import Execution, Step
 from outrider.runtime.lm import LM
 from outrider.sampling.noise import RoundUniforms, round_uniforms
 from outrider.sampling.probs import Probs, draw, full
@@ -111,7 +111,7 @@ class OffByOneRollback:
     """Execution whose cache keeps one entry too many after a rejection: the rejected token, in the place of the
     correction. All later tokens then attend to a token that is not in the sequence."""
 
-    def __init__(self, inner: EagerExecution) -> None:
+    def __init__(self, inner: Execution) -> None:
         self.inner = inner
 
     def __getattr__(self, name: str) -> Any:
@@ -133,7 +133,7 @@ class OffByOneRollback:
 
 def _forget_rollback(target: LM) -> LM:
     wrong = copy.copy(target)
-    wrong.execution = cast(EagerExecution, OffByOneRollback(target.execution))
+    wrong.execution = cast(Execution, OffByOneRollback(target.execution))
     return wrong
 
 

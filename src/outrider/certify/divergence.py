@@ -26,8 +26,7 @@ from outrider.errors import NumericsError
 from outrider.measure.teacher_forcing import allowed_tokens
 from outrider.options import Sampling
 from outrider.records import Constraint, Request
-from outrider.runtime.execution import OF_IMAGES, PROMISED
-from outrider.runtime.lm import LM
+from outrider.runtime.lm import LM, OF_IMAGES, PROMISED
 from outrider.runtime.weight_tensors import stored_tensors
 from outrider.sampling.history import NO_HISTORY, History
 from outrider.sampling.noise import gumbels
@@ -72,7 +71,7 @@ class GreedyReport:
     Attributes:
         differences: first difference of each pair of sequences that differ.
         has_noise: both were sampled, by ``gumbel`` with the same seeds.
-        promise: whether the same bytes are promised, in a word (``EagerExecution.same_bytes``), or REQUIRED.
+        promise: whether the same bytes are promised, in a word (``LM.same_bytes``), or REQUIRED.
     """
 
     num_texts: int
@@ -127,7 +126,7 @@ def compare_texts(
 
 def _promise(target: LM, requests: Sequence[Request]) -> str:
     has_images = any(one.media is not None for one in requests)
-    return OF_IMAGES if has_images and target.execution.same_bytes == PROMISED else target.execution.same_bytes
+    return OF_IMAGES if has_images and target.same_bytes == PROMISED else target.same_bytes
 
 
 def against_plain(

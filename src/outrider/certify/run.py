@@ -299,7 +299,7 @@ def check_greedily(job: CertifyTask, plain: Sequence[Sequence[int]], control: Co
         plain,
         [one.token_ids for one in generate_texts(job, indices, control)],
         num_draft_tokens=job.num_draft_tokens,
-        promise=job.decoder.target.execution.same_bytes,
+        promise=job.decoder.target.same_bytes,
     )
 
 

@@ -27,20 +27,15 @@ def feed_entries(
         [B, T, H]
     """
     module = head.model
-    if head.native is not None:
-        fed_back = len(module.layers) + module.norm_output
-        with head.lock:
-            given = ids, positions, cache, view_len
-            results = head.native(*given, num_logits=num_logits, features=(fed_back,), keeps_finite=True, states=states)
-        assert results.features is not None
-        logits, outputs = results.logits, results.features
-    else:
-        cache.at(positions, view_len, is_single=False, keeps_finite=True)
-        mask = head.visibility.masks(positions, view_len, head.dtype)
-        with head.lock:
-            normed, outputs = module(ids, states, positions.clamp_min(0), mask, cache.argument)
-            logits = module.lm_head(normed[:, normed.shape[1] - num_logits :])
-    return of_tokens(head, logits), outputs
+    results = head.backend(
+        *(ids, positions, cache, view_len),
+        num_logits=num_logits,
+        features=(len(module.layers) + module.norm_output,),
+        keeps_finite=True,
+        states=states,
+    )
+    (outputs,) = results.features
+    return of_tokens(head, results.logits), outputs
 
 
 def _one_by_one(run: Any, head: LM, k: int, view_len: int, num_wanted: Tensor, *own: Any) -> LogitsAt:

@@ -93,15 +93,10 @@ def feed_blocks(
     ids = torch.cat((last, last.new_full((1, 1), module.mask_id).expand(len(last), size - 1)), dim=1)
     positions = lengths[:, None] - 1 + torch.arange(size, device=lengths.device)
     positions = torch.where((num_wanted > 0)[:, None], positions, -1)
+    wanted = (len(module.layers) + 1,)
+    results = head.backend(ids, positions, cache, view_len, num_logits=0, features=wanted, keeps_finite=True)
     with head.lock:
-        if head.native is not None:
-            given, wanted = (ids, positions, cache, view_len), (len(module.layers) + 1,)
-            outputs = head.native(*given, num_logits=0, features=wanted, keeps_finite=True).features
-            assert outputs is not None
-        else:
-            cache.at(positions, view_len, is_single=False, keeps_finite=True)
-            outputs = module(ids, positions, view_len, cache.argument)
-        slots = outputs[:, first : first + k]
+        slots = results.features[0][:, first : first + k]
         return module.logits(slots), slots
 
 

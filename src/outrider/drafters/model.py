@@ -38,7 +38,7 @@ def model_drafter(lm: LM, options: DraftOptions = NO_OPTIONS, mask_id: int | Non
     options.check_taken(lm.name, "is_greedy", "min_prob", "window")
     if options.window:
         lm = lm.with_context(options.window)
-    mask = mask_token_of(lm.name, lm.weights) if mask_id is None else mask_id
+    mask = mask_token_of(lm) if mask_id is None else mask_id
 
     def opens(models: Sequence[LM], num_slots: int, capacity: int, device: torch.device, max_k: int) -> Session:
         (lm,) = models
@@ -68,15 +68,16 @@ def self_drafter(target: LM, options: DraftOptions = NO_OPTIONS) -> Drafter:
     return model_drafter(target, options)
 
 
-def mask_token_of(name: str, model: Any) -> int | None:
+def mask_token_of(lm: LM) -> int | None:
     """The mask token of a model that drafts all tokens in one forward, by its configuration; None for other models.
     Raises UnsupportedModel: it has no embedding for that token."""
-    key = next((key for key in _MASK_KEYS if getattr(model.config, key, None) is not None), None)
+    config = lm.weights.config
+    key = next((key for key in _MASK_KEYS if getattr(config, key, None) is not None), None)
     if key is None:
         return None
-    mask_id, num_rows = int(getattr(model.config, key)), len(model.get_input_embeddings().weight)
+    mask_id, num_rows = int(getattr(config, key)), lm.backend.num_embedded
     if not 0 <= mask_id < num_rows:
-        raise UnsupportedModel(f"{name} states {key} = {mask_id}, but has embeddings for {num_rows} tokens")
+        raise UnsupportedModel(f"{lm.name} states {key} = {mask_id}, but has embeddings for {num_rows} tokens")
     return mask_id
 
 

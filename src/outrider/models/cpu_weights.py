@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from outrider.kernels.library import library
 from outrider.kernels.narrow_weight import ExpertLayout, NarrowWeight
 from outrider.models.kinds import INDEX, WHOLE
-from outrider.models.memory import indexed_files, only_type, skeleton, weight_files
+from outrider.models.memory import indexed_files, skeleton, types_of, weight_files
 from outrider.models.registry import ModelSpec, Placement
 from outrider.native.families import has_plan
+from outrider.native.plan import ExpertsPlan, MatrixPlan, Plan, SidesPlan, parts
 from outrider.runtime.weight_tensors import Room
 
 _LEAST_NUMBERS = 2**18  # of a matrix: for smaller ones the call costs as much as the product
@@ -42,7 +43,12 @@ def kept_type(
         return torch.float32
     if stated is not None and spec.path is None:
         return stated if stated in HALVES.values() else torch.float32
-    return HALVES.get(only_type(files_of(spec)) or "", torch.float32)  # all are lossless
+    return stored_type(types_of(files_of(spec)))
+
+
+def stored_type(types: Set[str]) -> torch.dtype:
+    """Type in which large matrices stay in memory, if files have these types; all are lossless."""
+    return HALVES.get(next(iter(types)), torch.float32) if len(types) == 1 else torch.float32
 
 
 def has_kernel(placed: Placement) -> bool:
@@ -82,6 +88,26 @@ def large_weights(model: nn.Module) -> dict[str, ExpertLayout | None]:
     found = {name: layout for name, layout in found.items() if is_large(model.get_parameter(name).shape)}
     numbers = {id(weight): weight.numel() for weight in map(model.get_parameter, found)}  # shared ones once
     return found if sum(numbers.values()) >= _LEAST_IN_ALL else {}
+
+
+def large_matrices(plan: Plan, shapes: Mapping[str, Sequence[int]]) -> dict[str, ExpertLayout | None]:
+    """Names of the large matrices of a plan, and the layouts of those of experts. None in a small model.
+
+    Args:
+        shapes: of all weights.
+    """
+    found: dict[str, ExpertLayout | None] = {plan.embedding: None}
+    for part in parts(plan):
+        if isinstance(part, SidesPlan):
+            found[part.embedding] = None
+        elif isinstance(part, MatrixPlan) and not part.is_transposed:
+            found.setdefault(part.weight, None)
+        elif isinstance(part, ExpertsPlan):
+            for one in (*part.ups, part.down):
+                found[one.weight] = ExpertLayout(part.number, one.num_parts if one.is_transposed else None)
+    found = {name: layout for name, layout in found.items() if is_large(shapes[name])}
+    is_worth = sum(math.prod(shapes[name]) for name in found) >= _LEAST_IN_ALL
+    return dict(sorted(found.items())) if is_worth else {}
 
 
 def expert_layouts(model: nn.Module) -> dict[str, ExpertLayout]:
@@ -171,48 +197,23 @@ class StoredWeights(NamedTuple):
 
     Attributes:
         kept: bytes of the matrices that stay in blocks, or are of 16 bits.
-        others: names of the other weights.
+        others: bytes of the other weights.
         read: reads a weight, in float32 unless it stays. Blocks are interleaved to the tensor that the second argument
             makes.
         has_blocks: whether a matrix stays in blocks.
     """
 
     kept: Mapping[str, int]
-    others: frozenset[str]
+    others: Mapping[str, int]
     read: Callable[[str, Callable[[Tensor], Tensor]], Tensor]
     has_blocks: bool = True
 
-    def num_bytes_saved(self, bare: nn.Module) -> int:
-        """Bytes by which the weights are smaller than those of the skeleton."""
-        return sum(bare.get_parameter(name).nbytes - number for name, number in self.kept.items())
+    @property
+    def num_bytes(self) -> int:
+        return sum(self.kept.values()) + sum(self.others.values())
 
     def read_all(self) -> dict[str, Tensor]:
         """All weights, blocks in huge pages."""
         room = Room(self.kept.values())
         kept = {name: self.read(name, room.empty_like) for name in self.kept}
         return kept | {name: self.read(name, torch.empty_like) for name in self.others}
-
-    def load(self, config: Any) -> tuple[Any, list[str]]:
-        """Load the model, in float32 but for the matrices that stay.
-
-        Returns:
-            The model, and names of weights that are missing in the checkpoint.
-        """
-        model, weights = without_weights(config), self.read_all()
-        _set_weights(model, {name: weights.pop(name) for name in self.kept})
-        model.load_state_dict(weights, strict=False, assign=True)
-        model.tie_weights()
-        return model, sorted(name for name, weight in model.named_parameters() if weight.is_meta)
-
-
-def _set_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    new: dict[nn.Parameter, nn.Parameter] = {}
-    for name, weight in weights.items():
-        shared = model.get_parameter(name)
-        if weight.shape != shared.shape:
-            raise ValueError(f"the shape of {name} does not fit its configuration")
-        new[shared] = nn.Parameter(weight, requires_grad=False)
-    for module in model.modules():
-        for own, one in [*module.named_parameters(recurse=False, remove_duplicate=False)]:
-            if one in new:
-                setattr(module, own, new[one])

@@ -21,8 +21,9 @@ from outrider.kernels.narrow_weight import NarrowWeight
 from outrider.models.heads.base import Head
 from outrider.native.engine import NativeForward
 from outrider.native.families import plan_of
+from outrider.native.planned_model import PlannedModel
+from outrider.runtime.forward import Forward
 from outrider.runtime.lm import LM
-from outrider.runtime.stand_in import StandIn
 
 
 def with_few_tokens(lm: LM, token_ids: Tensor, quantization: str | None = None) -> LM:
@@ -43,18 +44,39 @@ def with_few_tokens(lm: LM, token_ids: Tensor, quantization: str | None = None) 
     token_ids, rows = token_ids[is_known].to(lm.device), rows[is_known]
     if not len(rows):
         raise UnsupportedModel(f"{lm.name} knows none of the tokens that it is to draft")
-    few = copy.copy(lm)
-    names = _token_weights(lm)
-    few.weights = changed = _with_rows(lm.weights, names, rows, lm.name)
-    if quantization in ("int8", "int4"):
-        _round(changed, names[0])
+    rounds = quantization in ("int8", "int4")
+    is_planned = isinstance(lm.weights, PlannedModel)
+    few = lm.with_backend(_planned_rows(lm, rows) if is_planned else _module_rows(lm, rows, rounds))
     few.token_ids = token_ids
-    if isinstance(changed, Head):
-        changed.token_ids = token_ids
-    if lm.native is not None:
-        plan = changed.plan if isinstance(changed, StandIn) else plan_of(changed.config)
-        few.native = NativeForward(changed, replace(plan, head=replace(plan.head, weight=names[0])))
+    if isinstance(few.weights, Head):
+        few.weights.token_ids = token_ids
     return few
+
+
+def _planned_rows(lm: LM, rows: Tensor) -> NativeForward:
+    """Forward of a planned model whose LM head has these rows, under a name of its own."""
+    weights: PlannedModel = lm.weights
+    head, name = weights.plan.head, "lm_head.weight"
+    changed = {name: _rows_of(weights.tensors[head.weight], rows, lm.name)}
+    if head.bias:
+        changed[head.bias] = _rows_of(weights.tensors[head.bias], rows, lm.name)
+    plan = replace(weights.plan, head=replace(head, weight=name))
+    return NativeForward(weights.with_tensors(plan, changed))
+
+
+def _module_rows(lm: LM, rows: Tensor, rounds: bool) -> Forward:
+    """Forward of a model of Transformers, or a head, whose LM head has these rows, perhaps rounded to 8 bits."""
+    names = _token_weights(lm)
+    changed = _with_rows(lm.weights, names, rows, lm.name)
+    if rounds:
+        _round(changed, names[0])
+    if isinstance(lm.backend, NativeForward):
+        plan = plan_of(changed.config)
+        return NativeForward(changed, replace(plan, head=replace(plan.head, weight=names[0])), is_part=True)
+    own: Any = copy.copy(lm.backend)
+    own.model = own.weights = changed
+    forward: Forward = own
+    return forward
 
 
 def _rows_among(own: Tensor, token_ids: Tensor) -> Tensor:
@@ -74,11 +96,6 @@ def _rows_in_model(lm: LM, token_ids: Tensor) -> Tensor:
 def _token_weights(lm: LM) -> list[str]:
     """Names of the parameters with a row for each token, the LM head's first."""
     weights = lm.weights
-    if isinstance(weights, StandIn):
-        head = weights.plan.head
-        matrix = weights.get_parameter(head.weight)  # under the name of the embedding, too, if they are tied
-        shared = [name for name, one in weights.named_parameters(remove_duplicate=False) if one is matrix]
-        return [max(shared, key=lambda name: name != weights.plan.embedding), *([head.bias] if head.bias else [])]
     module = weights.lm_head if isinstance(weights, Head) else weights.get_output_embeddings()
     if not isinstance(module, nn.Linear):
         raise UnsupportedModel(f"{lm.name} has no LM head of which rows could be taken: leave out vocab=")
@@ -121,7 +138,6 @@ def _copied(module: Any) -> Any:
     new = copy.copy(module)
     for kind in ("_modules", "_parameters", "_buffers"):
         vars(new)[kind] = dict(vars(module)[kind])
-    vars(new).pop("original", None)  # of a stand-in: built when asked for
     return new
 
 
@@ -133,7 +149,8 @@ def _rows_of(weight: Any, rows: Tensor, of: str) -> Tensor:
             return NarrowWeight.of_blocks(weight.stored_rows(rows), weight.blocks, weight.order)
         scale = None if weight.scale is None else weight.scale[rows]
         return NarrowWeight(weight.stored[rows], weight.dtype, scale, None, weight.order)
-    if type(weight) is not nn.Parameter or not weight.is_floating_point():
+    if type(weight) not in (Tensor, nn.Parameter) or not weight.is_floating_point():
         kind = f"{type(weight).__name__} of {weight.dtype}"
         raise UnsupportedModel(f"the LM head of {of} is a {kind}, of which no rows are taken: leave out vocab=")
-    return weight.detach()[rows]
+    taken: Tensor = weight.detach()[rows]
+    return taken

@@ -170,14 +170,21 @@ def auto_class(name: str, config: Any) -> Any:
     )
 
 
-def check_kind(name: str, config: Any) -> None:
-    """Refuse a kind of model by name before its weights are read."""
-    kind = config.model_type
+def check_task(name: str, config: Any) -> None:
+    """Refuse a model that does not continue text, by its configuration."""
     architectures = config.architectures or []
     if config.is_encoder_decoder:
-        raise UnsupportedModel(f"{name} is an encoder-decoder model ({kind}): only causal language models work")
+        raise UnsupportedModel(
+            f"{name} is an encoder-decoder model ({config.model_type}): only causal language models work"
+        )
     if architectures and not any(_continues_text(one) for one in architectures):
         raise ModelCorrupt(f"{name} is not a causal language model: its config.json says {', '.join(architectures)}")
+
+
+def check_kind(name: str, config: Any) -> None:
+    """Refuse a kind of model by name before its weights are read."""
+    check_task(name, config)
+    kind = config.model_type
     text_config = config.get_text_config(decoder=True)
     strange = set(getattr(text_config, "layer_types", None) or ()) - _LAYER_TYPES
     if strange:
@@ -195,9 +202,11 @@ def check_kind(name: str, config: Any) -> None:
 
 
 def _continues_text(architecture: str) -> bool:
+    if any(part in architecture for part in ("CausalLM", "LMHead", "Conditional")):
+        return True
     from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as NAMES
 
-    return any(part in architecture for part in ("CausalLM", "LMHead", "Conditional")) or architecture in NAMES.values()
+    return architecture in NAMES.values()
 
 
 def check_unpickled(spec: ModelSpec, config: Any) -> None:

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -17,28 +17,26 @@ from torch import nn
 from outrider.errors import DeviceError, ModelCorrupt, OptionError, TokenizerMismatch, UnsupportedModel
 from outrider.kernels.narrow_weight import NarrowWeight
 from outrider.models import cpu_weights, quantize
-from outrider.models.executions import choose_execution
+from outrider.models.executions import choose_execution, native_lm
 from outrider.models.kinds import auto_class, building, check_kind, check_missing, check_unpickled
 from outrider.models.memory import check_fits, skeleton, stored_bytes, weights_bytes
-from outrider.models.notes import has_notes, notes_name, read_notes, reopen, write_notes
 from outrider.models.placement import DTYPES, check_shares, device_map_of, max_memory_of, num_shares, pick_device
 from outrider.models.quantize import picks_outliers
-from outrider.models.reading import (
-    generation_config_of,
-    held_file,
-    load_processor,
-    load_tokenizer,
-    read_config,
-    reading,
-)
-from outrider.models.registry import ARITHMETICS, QUANTIZATIONS, ModelSpec, Placement
+from outrider.models.reading import load_processor, load_tokenizer, open_file, read_config, reading
+from outrider.models.registry import ARITHMETICS, ModelSpec, Placement
+from outrider.models.sampling_defaults import stated_end_ids
 from outrider.models.weights import quantized_share
+from outrider.native.engine import NativeForward
+from outrider.native.plan import NotPlanned
 from outrider.runtime.lm import LM
 from outrider.runtime.media import takes_images
-from outrider.runtime.stand_in import StandIn
-from outrider.runtime.weight_tensors import move_weights, tp_size_of
+from outrider.runtime.transformers_forward import TransformersForward
+from outrider.runtime.weight_tensors import move_weights, set_weights, tp_size_of
 from outrider.system.ranks import current_ranks, together
 from outrider.text.tokenizer import has_token, vocab_size
+
+if TYPE_CHECKING:
+    from outrider.models.gguf.file import GgufFile
 
 _LOG = logging.getLogger(__name__)
 _ANYWHERE = Placement()
@@ -48,11 +46,12 @@ _UNBOUNDED = 2**31  # context of a model that states none (or -1, as XLNet does)
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A Hugging Face model and its tokenizer, its processor if it takes images, and how it is to run.
+    """A model and its tokenizer, its processor if it takes images, and how it is to run.
 
     Attributes:
+        model: of Transformers, or a planned model; this has a ``forward``.
         execution: one of EXECUTIONS (registry.py); eager for a model in memory, which may be changed.
-        notes: name of the notes about the model (notes.py).
+        end_ids: tokens that end a text, as the files state them; None to look into ``model``.
     """
 
     name: str
@@ -60,51 +59,64 @@ class Checkpoint:
     tokenizer: Any | None
     processor: Any | None = None
     execution: str = "eager"
-    notes: str | None = None
+    end_ids: Any = None
+    forward: NativeForward | None = None
 
     @property
     def eos_ids(self) -> frozenset[int]:
-        for owner in (getattr(self.model, "generation_config", None), self.model.config, self.tokenizer):
-            ids = getattr(owner, "eos_token_id", None)
-            if ids is not None:
-                return frozenset([ids] if isinstance(ids, int) else ids)
-        return frozenset()
+        stated = (getattr(one, "eos_token_id", None) for one in (self.model.config, self.tokenizer))
+        own = getattr(getattr(self.model, "generation_config", None), "eos_token_id", None)
+        ids = next((ids for ids in (self.end_ids, own, *stated) if ids is not None), ())
+        return frozenset([ids] if isinstance(ids, int) else ids)
 
 
-def load_checkpoint(
-    spec: ModelSpec, placement: Placement = _ANYWHERE, *, is_target: bool = False, may_stand_in: bool = False
-) -> Checkpoint:
+def load_checkpoint(spec: ModelSpec, placement: Placement = _ANYWHERE, *, is_target: bool = False) -> Checkpoint:
     """Load a model and its tokenizer. Raises ModelNotFound, ModelCorrupt, UnsupportedModel, DeviceError, OptionError,
     MissingExtra, FileError.
 
     Args:
         is_target: all processes of the job share it, unless the placement states otherwise.
-        may_stand_in: load a ``StandIn`` if there are notes about the model (notes.py).
     """
     job = _Job.of(spec, placement, is_target=is_target)
-    placed, name = job.placed, job.name
-    file = held_file(spec)
-    is_native = job.is_alone and job.device.type == "cpu" and placed.execution in ("auto", "native")
-    noted_in = notes_name(spec, placed) if is_native else None
-    if may_stand_in and noted_in is not None and placed.quantization not in QUANTIZATIONS:
-        notes = read_notes(noted_in)
-        stand_in = None if notes is None else reopen(spec, placed, notes)
-        if notes is not None and stand_in is not None:
-            return Checkpoint(name, stand_in, load_tokenizer(spec, notes.tokenizer), None, placed.execution, noted_in)
-    config = read_config(spec)
-    with reading(spec, "model", config):
-        num_bytes, load = _loader(job, config)
-        check_fits(name, num_bytes, job.device, job.device_map, job.limits)
-        model = load()
-    tokenizer = load_tokenizer(spec)
+    file = open_file(spec)
+    forward, end_ids = _load_planned(job, file), None
+    if forward is not None:
+        model = forward.weights
+    else:
+        config = read_config(spec, file)
+        with reading(spec, "model", config):
+            num_bytes, load = _loader(job, config, file)
+            check_fits(job.name, num_bytes, job.device, job.device_map, job.limits)
+            model = load()
+    tokenizer = load_tokenizer(spec, file)
     if file is not None:
-        from outrider.models.gguf.vocabulary import end_ids
+        from outrider.models.gguf.vocabulary import end_ids as end_ids_of
 
-        model.generation_config.eos_token_id = end_ids(file.metadata, tokenizer.eos_token_id)
-        model.config.name_or_path = str(file.path)  # where its MTP layers are
-    reads_images = is_target and spec.gguf is None and takes_images(model)
+        end_ids = end_ids_of(file.metadata, tokenizer.eos_token_id)
+    elif forward is not None:
+        end_ids = stated_end_ids(spec)
+    reads_images = is_target and file is None and forward is None and takes_images(model)
     processor = load_processor(spec) if reads_images else None
-    return Checkpoint(name, model, tokenizer, processor, placed.execution, noted_in)
+    return Checkpoint(job.name, model, tokenizer, processor, job.placed.execution, end_ids, forward)
+
+
+def _load_planned(job: _Job, file: GgufFile | None) -> NativeForward | None:
+    """Load a model of a known family straight from its files; None if Transformers must. Raises OptionError."""
+    placed = job.placed
+    is_stored = placed.quantization == "none" or file is not None and placed.quantization in ARITHMETICS
+    if not job.is_native or placed.execution not in ("auto", "native") or not is_stored:
+        return None
+    from outrider.models.planned import planned_file, planned_folder
+
+    try:
+        with reading(job.spec, "model"):
+            if file is None:
+                return NativeForward(planned_folder(job.spec))
+            num_digits = quantize.num_digits_of(placed.quantization)
+            return NativeForward(planned_file(job.spec, file, num_digits, needs_blocks=placed.quantization != "none"))
+    except NotPlanned as reason:
+        _LOG.info("%s is loaded by Transformers: %s", job.name, reason)
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,10 +161,10 @@ class _Job:
         return not is_eager and cpu_weights.has_kernel(replace(self.placed, store=None))
 
 
-def _loader(job: _Job, config: Any) -> tuple[int, Callable[[], Any]]:
+def _loader(job: _Job, config: Any, file: GgufFile | None) -> tuple[int, Callable[[], Any]]:
     """Bytes of a model's weights, and the way to load them; or the reason why there is none."""
     spec, placed, name = job.spec, job.placed, job.name
-    method = "gguf" if spec.gguf else quantize.method_of(config)
+    method = "gguf" if file is not None else quantize.method_of(config)
     if not placed.allow_pickle:
         check_unpickled(spec, config)
     quantize.check_quantization(name, placed.quantization or "none", method)
@@ -167,28 +179,26 @@ def _loader(job: _Job, config: Any) -> tuple[int, Callable[[], Any]]:
         bare = _skeleton(job, config)
         if job.is_alone and job.quantization in ("none", "int8", "int4"):
             kept = cpu_weights.kept_type(spec, placed, job.device, bare, config.dtype or torch.float32)
-        if kept is not None and spec.gguf is not None and job.quantization == "none":
-            from outrider.models.gguf.checkpoint import gguf_weights
+        if kept is not None and file is not None and job.quantization == "none":
+            from outrider.models.gguf.checkpoint import skeleton_weights
 
-            weights = gguf_weights(
-                spec, bare, cpu_weights.large_weights(bare), quantize.num_digits_of(placed.quantization)
-            )
+            large, num_digits = cpu_weights.large_weights(bare), quantize.num_digits_of(placed.quantization)
+            weights = skeleton_weights(file, bare, large, name, num_digits)
     if placed.quantization in ARITHMETICS and (weights is None or not weights.has_blocks):
         remedy = f"{name} is not multiplied in its blocks here: leave it out"
         raise OptionError("quantization", placed.quantization, remedy)
     if weights is not None and weights.kept:
-        num_bytes = weights_bytes(bare) - weights.num_bytes_saved(bare)
-        return num_bytes, partial(_load_stored, spec, config, weights)
+        return weights.num_bytes, partial(_load_stored, config, weights)
     quantize.require_quantizer(name, job.quantization, method)
     if bare is None:
-        return stored_bytes(spec), partial(_load_by_transformers, job, config)
+        return stored_bytes(spec), partial(_load_by_transformers, job, config, file)
     if kept is not None:
         cpu_weights.narrow_weights(bare, kept)
     is_widened = job.quantization == "int4" and not cpu_weights.has_kernel(placed)
     num_bytes = weights_bytes(bare, "none" if is_widened else job.quantization, job.num_shares)
     if job.num_shares > 1:
         return num_bytes, partial(current_ranks().call, _load_share, (job, config, torch.get_num_threads()))
-    return num_bytes, partial(_load_by_transformers, job, config, bare, keeps=kept is not None)
+    return num_bytes, partial(_load_by_transformers, job, config, file, bare, keeps=kept is not None)
 
 
 def _skeleton(job: _Job, config: Any) -> Any:
@@ -200,7 +210,7 @@ def _skeleton(job: _Job, config: Any) -> Any:
 def _load_share(job: _Job, config: Any, num_threads: int) -> Any:
     def load() -> Any:
         with reading(job.spec, "model", config):
-            return _load_by_transformers(job, config, _skeleton(job, config))
+            return _load_by_transformers(job, config, open_file(job.spec), _skeleton(job, config))
 
     torch.set_num_threads(num_threads)  # an option of the first process
     model = together(load)
@@ -208,17 +218,19 @@ def _load_share(job: _Job, config: Any, num_threads: int) -> Any:
     return model
 
 
-def _load_stored(spec: ModelSpec, config: Any, weights: cpu_weights.StoredWeights) -> Any:
-    model, missing = weights.load(quantize.plain_config(config))
-    check_missing(spec.location, missing)
-    model.generation_config = generation_config_of(spec) or model.generation_config
+def _load_stored(config: Any, weights: cpu_weights.StoredWeights) -> Any:
+    model = cpu_weights.without_weights(quantize.plain_config(config))
+    set_weights(model, weights.read_all())
+    model.tie_weights()
     cpu_weights.narrow_weights(model, torch.float32)
     narrow = [one for one in model.parameters() if isinstance(one, NarrowWeight)]
     move_weights(model, [one for one in narrow if one.blocks is not None])  # blocks are there
     return model
 
 
-def _load_by_transformers(job: _Job, config: Any, bare: Any | None = None, *, keeps: bool = False) -> Any:
+def _load_by_transformers(
+    job: _Job, config: Any, file: GgufFile | None, bare: Any | None = None, *, keeps: bool = False
+) -> Any:
     """Let Transformers load a model; then round int4, and keep large matrices in the checkpoint's type (or float32) if
     the loader ``keeps`` them. ``bare`` is the skeleton, None for checkpoints that are quantized."""
     spec = job.spec
@@ -233,7 +245,7 @@ def _load_by_transformers(job: _Job, config: Any, bare: Any | None = None, *, ke
     if bare is not None and job.quantization not in ("none", "int4"):
         how["quantization_config"] = quantize.quantization_config(job.quantization, bare.dtype)
     how["use_safetensors"] = None if job.placed.allow_pickle else True
-    model = _from_pretrained(job.name, spec, config, how)
+    model = _from_pretrained(job.name, spec, config, file, how)
     on_disk = sorted(part for part, place in getattr(model, "hf_device_map", {}).items() if place == "disk")
     if on_disk:
         raise DeviceError(
@@ -256,18 +268,18 @@ def _load_by_transformers(job: _Job, config: Any, bare: Any | None = None, *, ke
     return model
 
 
-def _from_pretrained(name: str, spec: ModelSpec, config: Any, how: Mapping[str, Any]) -> Any:
+def _from_pretrained(name: str, spec: ModelSpec, config: Any, file: GgufFile | None, how: Mapping[str, Any]) -> Any:
     given: dict[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True, "config": config, **how}
-    if spec.gguf is None:
+    if file is None:
         model, info = auto_class(name, config).from_pretrained(spec.location, trust_remote_code=False, **given)
     else:
         from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
-        from outrider.models.gguf.checkpoint import gguf_numbers
+        from outrider.models.gguf.checkpoint import widened_weights
 
         dtype = given["dtype"] if isinstance(given["dtype"], torch.dtype) else torch.bfloat16  # as most are stored
         cls = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]  # auto classes want a name
-        numbers = gguf_numbers(spec, dtype)
+        numbers = widened_weights(file, config, name, dtype)
         model, info = cls.from_pretrained(None, state_dict=numbers, **given | {"config": quantize.plain_config(config)})
     check_missing(spec.location, info["missing_keys"])
     mismatched = sorted(key for key, *_ in info["mismatched_keys"])
@@ -295,41 +307,43 @@ def build_lm(checkpoint: Checkpoint, num_tokens: int, unknown_ids: tuple[int, ..
         OptionError: it does not have its execution.
         TokenizerMismatch: it has logits for fewer tokens.
     """
-    model: nn.Module = checkpoint.model
+    model: Any = checkpoint.model
     config: Any = model.config
-    check_kind(checkpoint.name, config)
-    if config._attn_implementation not in _ATTENTION:
-        raise UnsupportedModel(
-            f"{checkpoint.name} was loaded with attn_implementation={config._attn_implementation!r}: "
-            f"load it with one of {', '.join(_ATTENTION)}"
-        )
+    if checkpoint.forward is None:
+        check_kind(checkpoint.name, config)
+        _check_attention(checkpoint.name, config)
     width = width_of(checkpoint)
     if width < num_tokens and not unknown_ids:
         raise TokenizerMismatch(f"{checkpoint.name} has logits for {width} tokens, but {num_tokens} are needed")
-    if picks_outliers(model):
+    if checkpoint.forward is None and picks_outliers(model):
         raise UnsupportedModel(
             f"{checkpoint.name} treats a column of activations separately once one row has an outlier there, so that "
             "rows depend on each other: load it with llm_int8_threshold=0"
         )
-    model.eval()
-    is_known = isinstance(model, StandIn) or (checkpoint.notes is not None and has_notes(checkpoint.notes))
     with building(f"{checkpoint.name} cannot be run", config):
         sizes: dict[str, Any] = {"vocab_size": min(width, num_tokens), "context_len": context_len(config)}
         options = {"name": checkpoint.name, **sizes}
-        if tp_size_of(model) > 1:
-            lm: LM = current_ranks().call(_shared_lm, (model,), options)
+        if checkpoint.forward is not None:
+            lm = native_lm(LM(checkpoint.forward, **options))
+        elif tp_size_of(model) > 1:
+            lm = choose_execution(current_ranks().call(_shared_lm, (model,), options), checkpoint.execution)
         else:
-            lm = LM(model, **options)
-        lm = choose_execution(lm, checkpoint.execution, is_known=is_known)
-    if checkpoint.notes is not None and lm.native is not None and not is_known:
-        write_notes(checkpoint.notes, model, checkpoint.tokenizer)
+            lm = choose_execution(LM(TransformersForward(model.eval()), **options), checkpoint.execution)
     return lm.with_vocabulary(num_tokens, unknown_ids) if unknown_ids else lm
 
 
+def _check_attention(name: str, config: Any) -> None:
+    if config._attn_implementation not in _ATTENTION:
+        raise UnsupportedModel(
+            f"{name} was loaded with attn_implementation={config._attn_implementation!r}: "
+            f"load it with one of {', '.join(_ATTENTION)}"
+        )
+
+
 def _shared_lm(model: nn.Module, **options: Any) -> LM:
-    lm = LM(model, **options)
-    lm.layer_shapes, lm.mixers  # noqa: B018  # which run the model, here in all processes
-    return lm
+    forward = TransformersForward(model.eval())
+    forward.layer_shapes, forward.mixers  # noqa: B018  # which run the model, here in all processes
+    return LM(forward, **options)
 
 
 def context_len(config: Any) -> int:

@@ -40,7 +40,7 @@ def sizes_of(spec: ModelSpec) -> Sizes | None:
     try:
         config: dict[str, Any] = json.loads((spec.path / "config.json").read_text(encoding="utf-8"))
         config |= config.get("text_config") or {}  # of multimodal models
-        shapes = [tensor["shape"] for file in weight_files(spec.path) for tensor in _tensors(file)]
+        shapes = [shape for file in weight_files(spec.path) for shape in tensor_shapes(file).values()]
         context_len = config.get("max_position_embeddings") or config.get("n_positions")
         return Sizes(sum(map(math.prod, shapes)), context_len) if shapes else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
@@ -61,20 +61,24 @@ def indexed_files(index: Path) -> list[str]:
     return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
 
 
-def only_type(files: list[Path]) -> str | None:
-    """Type of all numbers in safetensors files, as they name it ("BF16"); None if there are several."""
-    types = {tensor["dtype"] for file in files for tensor in _tensors(file)}
-    return types.pop() if len(types) == 1 else None
+def types_of(files: list[Path]) -> set[str]:
+    """Types of numbers in safetensors files, as they name them ("BF16")."""
+    return {tensor["dtype"] for file in files for tensor in _tensors(file).values()}
 
 
-def _tensors(file: Path) -> list[dict[str, Any]]:
+def tensor_shapes(file: Path) -> dict[str, tuple[int, ...]]:
+    """Shapes of the tensors of a safetensors file by name. Raises OSError, ValueError."""
+    return {name: tuple(tensor["shape"]) for name, tensor in _tensors(file).items()}
+
+
+def _tensors(file: Path) -> dict[str, dict[str, Any]]:
     """Tensors of a safetensors file, from its header: 8 bytes of length, then JSON."""
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         if length > file.stat().st_size:
             raise ValueError(f"{file} is damaged")
         header = json.loads(stream.read(length))
-    return [tensor for name, tensor in header.items() if name != "__metadata__"]
+    return {name: tensor for name, tensor in header.items() if name != "__metadata__"}
 
 
 def skeleton(config: Any, dtype: torch.dtype) -> Any:

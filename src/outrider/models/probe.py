@@ -20,6 +20,8 @@ from outrider.errors import UnsupportedModel
 from outrider.kernels.narrow_weight import without_rounding
 from outrider.models.kinds import FAILURES, odd_numbers
 from outrider.models.quantize import method_of
+from outrider.native.engine import NativeForward
+from outrider.runtime.attention_mask import Visibility
 from outrider.runtime.cache import STRIDE
 from outrider.runtime.lm import LM
 from outrider.sampling.probs import is_finite
@@ -57,7 +59,8 @@ def probe(lm: LM) -> None:
 @contextmanager
 def rounding_off(lm: LM) -> Iterator[None]:
     """Leave activations in float32 for a while, so that a small difference shows a fault."""
-    with without_rounding(lm.model), nullcontext() if lm.native is None else lm.native.without_rounding():
+    native = lm.backend.without_rounding() if isinstance(lm.backend, NativeForward) else nullcontext()
+    with without_rounding(lm.model), native:
         yield
 
 
@@ -67,14 +70,14 @@ def _told(lm: LM) -> str:
 
 
 def _probe(lm: LM) -> None:
-    ignored = lm.visibility.ignored_window or lm.context_len
+    ignored = Visibility.of(lm.model).ignored_window or lm.context_len
     if ignored < lm.context_len:
         raise UnsupportedModel(
             f"{_told(lm)} states a window of {ignored} tokens that its modelling code does not apply, but its "
             "own cache does, so that its output depends on the cache: limit its context to the window "
             "(max_position_embeddings)"
         )
-    if lm.native is None:
+    if not lm.backend.is_batch_invariant:
         _compare_rows(lm)
     with _running(lm, " with a slot cache"):
         lm.layer_shapes  # noqa: B018 - the first look at its cache

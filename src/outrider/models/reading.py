@@ -16,7 +16,7 @@ import torch
 from outrider.errors import ModelCorrupt, ModelNotFound, OutriderError, UnsupportedModel
 from outrider.models import kinds
 from outrider.models.registry import ModelSpec
-from outrider.models.sampling_defaults import generation_config_file
+from outrider.native.plan import NotPlanned
 from outrider.system.resources import memory_errors
 
 if TYPE_CHECKING:
@@ -48,9 +48,13 @@ _NOTICES = {
 }
 
 
-def read_config(spec: ModelSpec) -> Any:
-    """Read the configuration of a model, and nothing else; refuse kinds that do not work. Raises ModelNotFound,
-    ModelCorrupt, UnsupportedModel, MissingExtra."""
+def read_config(spec: ModelSpec, file: GgufFile | None = None) -> Any:
+    """Read Transformers' configuration of a model, and nothing else; refuse kinds that do not work. Raises
+    ModelNotFound, ModelCorrupt, UnsupportedModel, MissingExtra.
+
+    Args:
+        file: if it is a GGUF file, which is opened if it is not given.
+    """
     import transformers
 
     with reading(spec, "adapter"):
@@ -66,8 +70,10 @@ def read_config(spec: ModelSpec) -> Any:
         else:
             from outrider.models.gguf.checkpoint import gguf_config, gguf_file
 
-            kinds.check_head(spec.name, {"model_type": gguf_file(spec).metadata.get("general.architecture")})
-            config = gguf_config(spec)
+            file = file or gguf_file(spec)
+            kinds.check_head(spec.name, {"model_type": file.metadata.get("general.architecture")})
+            config = gguf_config(file, spec.name)
+            config.name_or_path = str(file.path)  # where its MTP layers are
         kinds.check_kind(spec.name, config)
         kinds.auto_class(spec.name, config)
         if getattr(config.get_text_config(decoder=True), "attn_logit_softcapping", None) is not None:
@@ -93,14 +99,13 @@ def stored_dtype(spec: ModelSpec) -> torch.dtype:
     return dtype or torch.float32
 
 
-def load_tokenizer(spec: ModelSpec, kind: str | None = None) -> Any:
+def load_tokenizer(spec: ModelSpec, file: GgufFile | None = None) -> Any:
     """Load the tokenizer alone, as its files state it. Raises ModelNotFound, ModelCorrupt.
 
     Args:
-        kind: name of its class; None to find it by the configuration of the model.
+        file: if it is a GGUF file, which is opened if it is not given.
     """
     import transformers
-    from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
 
     location = spec.location
     with reading(spec, "tokenizer"):
@@ -108,10 +113,7 @@ def load_tokenizer(spec: ModelSpec, kind: str | None = None) -> Any:
             from outrider.models.gguf.checkpoint import gguf_file
             from outrider.models.gguf.vocabulary import gguf_tokenizer
 
-            return gguf_tokenizer(gguf_file(spec).metadata, spec.name)
-        known = None if kind is None else tokenizer_class_from_name(kind)
-        if known is not None:
-            return as_stated(known.from_pretrained(location), location)
+            return gguf_tokenizer((file or gguf_file(spec)).metadata, spec.name)
         return as_stated(transformers.AutoTokenizer.from_pretrained(location, trust_remote_code=False), location)
 
 
@@ -198,7 +200,7 @@ def reading(spec: ModelSpec, what: str, config: Any | None = None) -> Iterator[N
         bars = without_bars() if is_quiet and "transformers" in sys.modules else contextlib.nullcontext()
         with bars, memory_errors():
             yield
-    except (OutriderError, torch.OutOfMemoryError):
+    except (OutriderError, NotPlanned, torch.OutOfMemoryError):
         raise
     except SafetensorError as error:
         raise ModelCorrupt(f"the weights of {where} cannot be read ({error}): download them again") from None
@@ -238,22 +240,14 @@ def load_processor(spec: ModelSpec) -> Any | None:
         return None
 
 
-def held_file(spec: ModelSpec) -> GgufFile | None:
-    """The GGUF file of a checkpoint; None if it is none. Its header is read once while somebody holds it."""
+def open_file(spec: ModelSpec) -> GgufFile | None:
+    """Read the header of a checkpoint's GGUF file; None if it is none."""
     if spec.gguf is None:
         return None
     from outrider.models.gguf.checkpoint import gguf_file
 
     with reading(spec, "file"):
         return gguf_file(spec)
-
-
-def generation_config_of(spec: ModelSpec) -> Any | None:
-    """Transformers' ``GenerationConfig`` of a checkpoint, with its end tokens; None if it has none."""
-    from transformers import GenerationConfig
-
-    path = generation_config_file(spec)
-    return None if path is None else GenerationConfig.from_pretrained(path.parent)
 
 
 @contextlib.contextmanager

@@ -94,6 +94,17 @@ def stated_sampling(spec: ModelSpec, choice: str = "auto") -> StatedSampling:
     return StatedSampling(options, others)
 
 
+def stated_end_ids(spec: ModelSpec) -> Any:
+    """``eos_token_id`` of a checkpoint's generation_config.json; None if it states none. Raises FileError."""
+    file = generation_config_file(spec)
+    if file is None:
+        return None
+    try:
+        return json.loads(read_text(file)).get("eos_token_id")
+    except (ValueError, AttributeError) as error:
+        raise FileError(f"{file}: {error}") from None
+
+
 def values_text(sampling: Mapping[str, Any]) -> str:
     return ", ".join(f"{name.replace('_', '-')} {value:g}" for name, value in sampling.items())
 

@@ -1,11 +1,12 @@
 """The native forward of a model: a call of the C++ library with the structure of its plan.
 
-The weights are those of a module of Transformers, as they are stored (kernels/narrow_weight.py). The module keeps them
-alive, and may run beside.
+The weights are those of a planned model, or of a module of Transformers, which may run beside; as they are stored
+(kernels/narrow_weight.py).
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -22,11 +23,12 @@ from outrider.kernels.structures import native
 from outrider.native.families import plan_of
 from outrider.native.model_structure import cache_shapes, model_structure
 from outrider.native.plan import NotPlanned, Plan
+from outrider.native.planned_model import PlannedModel
 from outrider.native.team import Team
 from outrider.native.weights import Weights
 from outrider.runtime.cache import SlotCache
-from outrider.runtime.execution import NativeResults
-from outrider.runtime.stand_in import StandIn
+from outrider.runtime.cache_shapes import LayerShape
+from outrider.runtime.forward import Results
 from outrider.system.resources import memory_errors
 
 _KEPT = {torch.float32, torch.bfloat16}  # types of keys and values
@@ -34,58 +36,71 @@ _FEW_TOKENS, _SIMILAR_PLACES = 64, 512  # forwards whose times are compared
 
 
 class NativeForward:
-    """Forwards of one model on the CPU.
+    """Forwards of one model on the CPU. Other attributes as of ``Forward``.
 
     Attributes:
         vocab_size: V, rows of the head.
         width: the width of hidden states.
-        layer_shapes: the shapes of a cache's layers.
     """
 
+    device, dtype, num_shares = torch.device("cpu"), torch.float32, 1
+    is_stepped, is_batch_invariant = False, True
+
     @memory_errors()
-    def __init__(self, model: Any, plan: Plan | None = None) -> None:
-        """Take a module of Transformers, in float32, a stand-in for one, or a head with its plan. Raises NotPlanned:
-        its family, its configuration or the form of its weights is not known here."""
+    def __init__(self, model: Any, plan: Plan | None = None, *, is_part: bool = False) -> None:
+        """Take a planned model, or a module of Transformers in float32. Raises NotPlanned: its family, its
+        configuration or the form of its weights is not known here.
+
+        Args:
+            plan: None for that of the model.
+            is_part: the plan is that of a head's layers; its other parameters run elsewhere.
+        """
         kernels = library()
         if kernels is None:
             raise NotPlanned("the native library cannot be compiled here")
         self._run = kernels.outrider_forward
-        is_head = plan is not None
         if plan is None:
-            plan = model.plan if isinstance(model, StandIn) else plan_of(model.config)
+            plan = model.plan if isinstance(model, PlannedModel) else plan_of(model.config)
         weights = Weights(model.state_dict(keep_vars=True))
-        self._weights = weights  # which keeps them alive
+        self.weights, self._kept = model, weights  # which keeps them alive
+        self.lock = threading.RLock()
         self._model = model_structure(plan, weights)
-        weights.check("layers." if is_head else "")  # other parameters of a head run elsewhere
-        self.vocab_size = int(self._model.head.num_channels)
+        weights.check("layers." if is_part else "")
+        self.vocab_size, self.num_embedded = (
+            int(one.num_channels) for one in (self._model.head, self._model.embedding)
+        )
         self.width = int(self._model.hidden)
         scratch_bytes = c_int64()
         kernels.outrider_forward_bytes(byref(self._model), torch.get_num_threads(), byref(scratch_bytes))
         first, *others = cache_shapes(plan)
-        self.layer_shapes = replace(first, scratch_bytes=scratch_bytes.value), *others
+        self._shapes = replace(first, scratch_bytes=scratch_bytes.value), *others
+        self.layer_shapes: tuple[LayerShape, ...] = self._shapes  # those of a head have more
         self._team = Team()
         self._stores: WeakKeyDictionary[SlotCache, Any] = WeakKeyDictionary()
+
+    @property
+    def model(self) -> Any:
+        return self.weights.module if isinstance(self.weights, PlannedModel) else self.weights
 
     @memory_errors()
     def __call__(
         self,
         ids: Tensor,
-        places: Tensor,
+        positions: Tensor,
         cache: SlotCache,
         view_len: int,
         *,
+        columns: Tensor | None = None,
         num_logits: int | None = None,
         features: Sequence[int] = (),
         keeps_finite: bool = False,
         states: Tensor | None = None,
-    ) -> NativeResults:
-        """Run a forward; other arguments are those of ``LM.forward_with_features``. Results of padding are zeros.
-        ``num_logits`` are the last columns N whose logits are wanted, None for all; ``features`` the layers whose
-        inputs are wanted, the number of layers for the last output, one more for its norm; ``states`` those of the
-        target's tokens, for a head that reads them [B, T, H]. Raises IndexError: an id or a place is not there; or
-        DeviceError: there is not enough memory."""
+    ) -> Results:
+        """Run a forward, as ``Forward`` has it. Results of padding are zeros. Raises IndexError: an id or a position is
+        not there; or DeviceError: there is not enough memory."""
+        check(columns is None, "no columns, since no state is fed again")
         (num_rows, num_columns), num_wanted = ids.shape, ids.shape[1] if num_logits is None else num_logits
-        ids, places = ids.contiguous(), places.contiguous()
+        ids, places = ids.contiguous(), positions.contiguous()
         check(ids.dtype == places.dtype == torch.long and ids.shape == places.shape, "ids and places [B, T], int64")
         check(num_wanted <= num_columns, "no more logits than columns")
         check((states is None) == (not self._model.joint.is_there), "states for a head, and for nothing else")
@@ -110,14 +125,17 @@ class NativeForward:
             *(None if found is None else found.data_ptr(), None if broken is None else broken.data_ptr()),
         )
         num_threads = torch.get_num_threads()
-        size = self._team.size(num_threads)
-        begin_s = time.perf_counter()
-        if not self._run(byref(self._model), byref(batch), size):
-            raise IndexError("a token id or a position is out of range")
-        if ids.numel() <= _FEW_TOKENS:
-            kind = ids.numel(), num_wanted, view_len // _SIMILAR_PLACES
-            self._team.learn(kind, size, num_threads, time.perf_counter() - begin_s)
-        return NativeResults(logits, found, broken)
+        with self.lock:
+            size = self._team.size(num_threads)
+            begin_s = time.perf_counter()
+            if not self._run(byref(self._model), byref(batch), size):
+                raise IndexError("a token id or a position is out of range")
+            if ids.numel() <= _FEW_TOKENS:
+                kind = ids.numel(), num_wanted, view_len // _SIMILAR_PLACES
+                self._team.learn(kind, size, num_threads, time.perf_counter() - begin_s)
+        broken = broken if broken is not None and bool(broken.any()) else None
+        cache.note_broken(broken)
+        return Results(logits, () if found is None else found.chunk(len(features), dim=-1), broken)
 
     @contextmanager
     def without_rounding(self) -> Iterator[None]:
@@ -132,14 +150,14 @@ class NativeForward:
     def _stores_of(self, cache: SlotCache) -> Any:
         found = self._stores.get(cache)
         if found is None:
-            num_kept = 2 * sum(shape.num_heads > 0 for shape in self.layer_shapes)
+            num_kept = 2 * sum(shape.num_heads > 0 for shape in self._shapes)
             kept, states = cache.storage[:num_kept], cache.storage[cache.num_token_stores :]
             rows = len(cache.storage[0]) if cache.storage else 0
-            owners = [shape for shape in self.layer_shapes if shape.num_heads]
+            owners = [shape for shape in self._shapes if shape.num_heads]
             sizes: list[tuple[int, ...]] = [
                 (cache.capacity + 1, one.num_heads, one.key_dim) for one in owners for _ in range(2)
             ]
-            sizes += [state.size for shape in self.layer_shapes for state in shape.states]
+            sizes += [state.size for shape in self._shapes for state in shape.states]
             found_sizes = [tuple(store.shape) for store in (*kept, *states[: len(sizes) - num_kept])]
             check(found_sizes == [(rows, *size) for size in sizes], "a cache of the model's own shapes")
             check(all(store.is_contiguous() for store in (*kept, *states)), "a contiguous cache")

@@ -1,4 +1,4 @@
-"""Plans of model families, made from configurations of Transformers, whose modelling code they are tested against.
+"""Plans of model families, made from configurations, tested against the modelling code of Transformers.
 
 A configuration with a field that its family's plan does not know is refused, unless the field is empty.
 """
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.native import decoder_families, gemma_families, recurrent_families
+from outrider.native.model_config import ModelConfig
 from outrider.native.plan import Families, NotPlanned, Plan
 
 FAMILIES: Families = {
@@ -29,6 +30,7 @@ _COMMON = frozenset(
     "tie_word_embeddings transformers_version use_cache use_sliding_window vocab_size original_max_position_embeddings "
     "chunk_size_feed_forward output_attentions output_hidden_states is_encoder_decoder _name_or_path "
     "quantization_config auto_map transformers.js_config is_llama_config unsloth_fixed unsloth_version "
+    "rope_theta rope_scaling rope_local_base_freq torch_dtype "
     "_num_labels output_router_logits router_aux_loss_coef router_jitter_noise".split()
 )
 
@@ -64,7 +66,7 @@ def _sources(configuration: str) -> str:
 
 
 def plan_of(config: Any) -> Plan:
-    """Plan of a configuration. Raises NotPlanned."""
+    """Plan of a configuration, ours or Transformers'. Raises NotPlanned."""
     if config.model_type not in FAMILIES:
         raise NotPlanned(f"{config.model_type} has no plan")
     make, own = FAMILIES[config.model_type]
@@ -73,6 +75,6 @@ def plan_of(config: Any) -> Plan:
         if name not in known and value not in (None, False) and _may_be_read(config, name):
             raise NotPlanned(f"its plan does not know {name}={value!r}")
     try:
-        return make(config)
-    except (TypeError, ValueError, ArithmeticError) as error:  # values of another kind
+        return make(config if isinstance(config, ModelConfig) else ModelConfig(config.to_dict()))
+    except (AttributeError, KeyError, TypeError, ValueError, ArithmeticError) as error:  # unstated, or of another kind
         raise NotPlanned(f"its configuration makes no plan ({error})") from error

@@ -61,9 +61,12 @@ def _gemma4(config: Any) -> Plan:
         elif values_are_keys:
             inputs = "qk"
         norms = parts.head_norms(config, at)
+        own = _of_kind(config, kind)
         return parts.attention_of(
-            config.per_layer_config[i],
+            config,
             at,
+            num_groups=own["num_key_value_heads"],
+            head_width=own["head_dim"],
             scale=1.0,
             inputs=tuple(parts.linear(f"{at}.self_attn.{name}_proj", config.attention_bias) for name in inputs),
             source=source,
@@ -118,11 +121,26 @@ def _gemma4(config: Any) -> Plan:
     return parts.decoder_of(
         config,
         layer,
-        ropes=tuple(parts.rope_of(config.per_layer_config[kind], kind) for kind in kinds),
+        ropes=tuple(parts.rope_of(config, kind, head_width=_of_kind(config, kind)["head_dim"]) for kind in kinds),
         embedding_scale=config.hidden_size**0.5,
         logit_cap=config.final_logit_softcapping,
         sides=sides if width else None,
     )
+
+
+def _of_kind(config: Any, kind: str) -> dict[str, int]:
+    """Sizes of Gemma 4's layers of a kind: those without a window have their own."""
+    sizes: dict[str, int] = {name: getattr(config, name) for name in ("head_dim", "num_key_value_heads")}
+    overrides: Any = getattr(config, "per_layer_config", None)
+    if kind != "full_attention":
+        return sizes
+    if overrides is not None:  # as Transformers writes what a file states by the two names below
+        sizes |= overrides[str(config.layer_types.index(kind))]
+        return sizes
+    sizes["head_dim"] = config.global_head_dim
+    if config.attention_k_eq_v and (number := getattr(config, "num_global_key_value_heads", None)) is not None:
+        sizes["num_key_value_heads"] = number
+    return sizes
 
 
 _GEMMA = "attention_bias mlp_bias hidden_activation"
@@ -130,7 +148,7 @@ _GEMMA2 = f"{_GEMMA} query_pre_attn_scalar final_logit_softcapping cache_impleme
 _GEMMA4 = (
     "attention_bias hidden_activation final_logit_softcapping use_bidirectional_attention vocab_size_per_layer_input "
     "hidden_size_per_layer_input attention_k_eq_v num_kv_shared_layers enable_moe_block use_double_wide_mlp "
-    "num_experts top_k_experts moe_intermediate_size per_layer_config"
+    "num_experts top_k_experts moe_intermediate_size per_layer_config global_head_dim num_global_key_value_heads"
 )
 FAMILIES: Families = {
     "gemma": (_gemma, _GEMMA),

@@ -1,15 +1,12 @@
-"""Parts of plans, made from configurations of Transformers: those of Llama, unless others are stated."""
+"""Parts of plans, made from configurations: those of Llama, unless others are stated."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-import torch
-from torch import Tensor
-from torch.overrides import TorchFunctionMode
-
 from outrider.native import plan as plans
+from outrider.native.rope import rope_plan
 
 Fields = dict[str, Any]
 """Fields of a plan by name."""
@@ -22,9 +19,9 @@ _ACTIVATIONS: dict[str, plans.Activation] = {
     "relu": "relu",
     "relu2": "relu2",
 }
-_PARTLY_TURNED = frozenset(
+_PARTLY_ROTATED = frozenset(
     {"phi3", "glm4", "glm4_moe", "qwen3_5_text", "qwen3_5_moe_text"}
-)  # whose code reads the factor
+)  # whose code reads the share without a scaling, too
 
 
 def rms(config: Any, name: str, added: float = 0.0) -> plans.NormPlan:
@@ -63,36 +60,19 @@ def window_of(config: Any, layer: int) -> int | None:
     return None
 
 
-class _PowersInDouble(TorchFunctionMode):
-    """Powers of float32 are computed in float64: the last bit of PyTorch's own depends on the processor's vectors."""
+def rope_of(
+    config: Any, kind: str | None = None, *, head_width: int = 0, is_interleaved: bool = False
+) -> plans.RopePlan:
+    """Rope of the layers; of a kind of layers, if the configuration states several ropes.
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is Tensor.__rpow__:
-            exponents, base = args
-            return torch.pow(base, exponents.double()).float()
-        return func(*args, **(kwargs or {}))
-
-
-def rope_of(config: Any, kind: str | None = None, *, is_interleaved: bool = False) -> plans.RopePlan:
-    """Rope of the layers; of a kind of layers, if the configuration states several ropes."""
+    Args:
+        head_width: of the layers of this kind; 0 for that of all.
+    """
     stated = config.rope_parameters if kind is None else config.rope_parameters[kind]
-    if stated["rope_type"] == "default":
-        width = head_width_of(config)
-        if config.model_type in _PARTLY_TURNED:
-            width = int(width * (stated.get("partial_rotary_factor") or 1.0))
-        powers = torch.arange(0, width, 2, dtype=torch.float) / width
-        with _PowersInDouble():
-            return plans.RopePlan(tuple((1.0 / stated["rope_theta"] ** powers).tolist()), 1.0, is_interleaved)
-    if stated["rope_type"] == "dynamic":
-        raise plans.NotPlanned("its rope depends on the length of the text")
-    if stated["rope_type"] == "longrope" and stated["short_factor"] != stated["long_factor"]:
-        raise plans.NotPlanned("its rope depends on the length of the text")
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    of_kind = {} if kind is None else {"layer_type": kind}
-    with _PowersInDouble():
-        frequencies, scale = ROPE_INIT_FUNCTIONS[stated["rope_type"]](config, torch.device("cpu"), **of_kind)
-    return plans.RopePlan(tuple(frequencies.tolist()), scale, is_interleaved)
+    if stated["rope_type"] == "default" and config.model_type not in _PARTLY_ROTATED:
+        stated = stated | {"partial_rotary_factor": None}
+    width, context_len = head_width or head_width_of(config), config.max_position_embeddings
+    return rope_plan(stated, width, context_len, is_interleaved=is_interleaved)
 
 
 def decoder_of(
@@ -156,7 +136,7 @@ def attention_of(config: Any, at: str, **others: Any) -> plans.AttentionPlan:
     bias, width = has_bias(config, "attention_bias"), head_width_of(config)
     fields: Fields = {
         "num_heads": config.num_attention_heads,
-        "num_groups": getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
+        "num_groups": config.num_key_value_heads or config.num_attention_heads,
         "head_width": width,
         "scale": width**-0.5,
         "inputs": inputs_of(at, bias),
@@ -181,12 +161,13 @@ def experts_of(config: Any, at: str, **others: Any) -> plans.ExpertsPlan:
     """Experts of Qwen3 with parameters' names that begin with ``at``, but for other fields that are stated."""
     fields: Fields = {
         "number": getattr(config, "num_local_experts", None) or config.num_experts,
-        "num_chosen": getattr(config, "num_experts_per_tok", 0),
         "router": linear(f"{at}.gate"),
         "ups": tuple(plans.MatrixPlan(f"{at}.experts.gate_up_proj", part=i, num_parts=2) for i in range(2)),
         "down": plans.MatrixPlan(f"{at}.experts.down_proj"),
         "is_normalized": getattr(config, "norm_topk_prob", True),
     }
+    if "num_chosen" not in others:
+        fields["num_chosen"] = config.num_experts_per_tok
     if "activation" not in others:
         fields["activation"] = activation_of(config)
     return plans.ExpertsPlan(**(fields | others))

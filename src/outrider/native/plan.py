@@ -251,6 +251,12 @@ def parts(value: Any) -> Iterator[Any]:
             yield from parts(one)
 
 
+def weight_names(plan: Plan) -> set[str]:
+    """Names of all weights of a plan."""
+    values = ((one.name, getattr(part, one.name)) for part in parts(plan) for one in fields(part))
+    return {value for name, value in values if isinstance(value, str) and value and name not in ("kind", "activation")}
+
+
 def rename(plan: _Part, old: str, new: str) -> _Part:
     """Plan, or part of one, whose parameters have another beginning of their names."""
 

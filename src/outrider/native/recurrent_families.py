@@ -85,7 +85,7 @@ def _lfm2(config: Any) -> plan.Plan:
 
     def layer(at: str, i: int) -> plan.LayerPlan:
         norms: dict[str, Any] = {"mixer_norm": norm(f"{at}.operator_norm"), "mlp_norm": norm(f"{at}.ffn_norm")}
-        if i >= getattr(config, "num_dense_layers", config.num_hidden_layers):
+        if config.model_type == "lfm2_moe" and i >= config.num_dense_layers:
             return plan.LayerPlan(mixer(at, i), None, experts(f"{at}.feed_forward"), **norms)
         ups, down = (parts.linear(f"{at}.feed_forward.w{n}") for n in (1, 3)), parts.linear(f"{at}.feed_forward.w2")
         return plan.LayerPlan(mixer(at, i), plan.MlpPlan(tuple(ups), down, "silu"), **norms)
@@ -301,7 +301,7 @@ FAMILIES: plan.Families = {
     ),
     "nemotron_h": (
         _nemotron_h,
-        "layers_block_type mlp_hidden_act mlp_bias ssm_state_size mamba_num_heads mamba_head_dim mamba_hidden_act "
+        "layers_block_type hybrid_override_pattern mlp_hidden_act mlp_bias ssm_state_size mamba_num_heads mamba_head_dim mamba_hidden_act "
         "n_groups conv_kernel time_step_min use_conv_bias use_bias layer_norm_epsilon "
         "n_routed_experts moe_intermediate_size moe_shared_expert_intermediate_size moe_latent_size "
         "num_experts_per_tok routed_scaling_factor n_group topk_group norm_topk_prob "

@@ -44,7 +44,7 @@ class Weights:
             if weight.blocks is not None:
                 form = weight.blocks.number
                 self.num_digits.add(weight.blocks.num_digits)
-        elif type(weight) is not torch.nn.Parameter:  # others' types state one type and store another
+        elif type(weight) not in (Tensor, torch.nn.Parameter):  # others' types state one type and store another
             raise NotPlanned(f"{plan.weight} is stored as {type(weight).__name__}")
         width = weight.shape[-2 if plan.is_transposed else -1]
         if plan.is_transposed and number > 1:

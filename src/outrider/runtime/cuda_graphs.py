@@ -30,7 +30,7 @@ from torch import OutOfMemoryError, Tensor
 from outrider.errors import ExecutionError
 from outrider.runtime.cache import SlotCache
 from outrider.runtime.cache_shapes import LayerShape
-from outrider.runtime.execution import EagerExecution, Step
+from outrider.runtime.execution import Execution, Step
 from outrider.runtime.modules import constant_frequencies
 from outrider.runtime.shape_buckets import power_of_two, prepared_length
 
@@ -40,7 +40,7 @@ _TURN = threading.RLock()  # one for all models: draft and verify steps of a rou
 _NUM_WARM_UPS = 2  # libraries pick algorithms and allocate workspace on first use: not while capturing
 
 
-class CapturedExecution(EagerExecution):
+class CapturedExecution(Execution):
     """Runs steps as CUDA graphs, captured when they are first needed. For one model. Capturing one takes as long as a
     few eager runs; nothing is cached on disk, and each graph has its own memory pool.
 
@@ -51,11 +51,11 @@ class CapturedExecution(EagerExecution):
         is_required: such a step is an error; else it runs eagerly, and a warning says so.
     """
 
+    name = "captured"
     lookahead = 1  # the device works on while the host reads
     is_prepared = True
 
     def __init__(self, *, is_required: bool = True) -> None:
-        super().__init__("captured")
         self._is_required, self._has_warned = is_required, False
         self._programs: OrderedDict[Any, _Program | str] = OrderedDict()  # or why there is none
         self._preparing = threading.RLock()
@@ -93,7 +93,7 @@ class CapturedExecution(EagerExecution):
 
     def run(self, step: Step, lm: Any, static: tuple[Any, ...], arguments: tuple[Any, ...]) -> tuple[Tensor, ...]:
         call = Call(step, lm, static, arguments)
-        program = self._program((step, id(lm.model), static, tuple(call.form)), call)
+        program = self._program((step, id(lm.backend), static, tuple(call.form)), call)
         if isinstance(program, _Program):
             return program.run(call.tensors)
         if self._is_required:
@@ -136,7 +136,7 @@ class CapturedExecution(EagerExecution):
                     return _Program(inputs, results, lambda: _copy(run(), results))
                 with torch.cuda.device(lm.device):
                     self._side = self._side or torch.cuda.Stream()
-                    return _captured(inputs, run, (stores, lm.model), self._side)
+                    return _captured(inputs, run, (stores, lm.backend), self._side)
         finally:
             _copy(states, call.states)  # undo the warm-up runs
 

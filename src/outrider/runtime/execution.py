@@ -14,7 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,25 +24,15 @@ from outrider.runtime.cache_shapes import LayerShape
 from outrider.runtime.shape_buckets import eager_length
 
 Step = Callable[..., tuple[Tensor, ...]]
-PROMISED = "promised"
-OF_IMAGES = "not promised (images)"  # which the model's own code reads
 
 
-class EagerExecution:
-    """Calls steps. Other executions differ from this one."""
+class Execution:
+    """Runs each step directly. Abstract: others say what they are called, and what they do otherwise."""
 
+    name: str  # in tables and messages
     favoured_k: tuple[int, ...] = (0, 1, 2, 3, 4, 6, 8)  # values of K for adaptive schedules, with every drafter
     lookahead = 0  # rounds that the loop starts ahead of the one that it reads next
     is_prepared = False  # whether each shape is captured when it first occurs, which takes time
-
-    def __init__(self, name: str = "eager") -> None:
-        self.name = name  # in tables and messages
-
-    @property
-    def same_bytes(self) -> str:
-        """Whether a row's result depends on the row alone, so that its text is the same bytes in any batch, with and
-        without a draft (docs/how-it-works/same-bytes.md): PROMISED, or the reason why not. For text; see OF_IMAGES."""
-        return PROMISED if self.name == "native" else f"not promised ({self.name})"
 
     def round_length(self, length: int) -> int:
         """Length of a view or cache for ``length`` tokens."""
@@ -69,12 +59,16 @@ class EagerExecution:
         return step(lm, *static, *arguments)
 
 
-class NativeResults(NamedTuple):
-    """Results of a native forward."""
+class EagerExecution(Execution):
+    """Steps of any model, in its own code."""
 
-    logits: Tensor  # [B, N, V]
-    features: Tensor | None  # hidden states, concatenated; None if none are wanted. [B, T, F]
-    broken: Tensor | None  # tokens with a key or value that is not finite; None if not looked for. [B, T]
+    name = "eager"
+
+
+class NativeExecution(Execution):
+    """Steps of a model that the native engine runs."""
+
+    name = "native"
 
 
 class Clock:

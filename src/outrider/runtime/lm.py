@@ -2,37 +2,35 @@
 
     logits = lm.forward(ids, positions, cache, view_len)
 
-The model is Hugging Face's own modelling code, or a stand-in for it (stand_in.py). This module adds the mask
-(attention_mask.py), the vocabulary size, and, for models with recurrent states, the forward from the anchors of the
-cache to the new tokens. Its execution decides how steps are run (eager, native, captured). It does not know sampling,
-drafts or text, nor where a model comes from.
+A ``Forward`` runs the model (forward.py). This module adds the vocabulary, prefill, and, for models with recurrent
+states, the forward from the anchors of the cache to the new tokens. Its execution decides how steps are run (directly
+or captured). It does not know sampling, drafts or text, nor where a model comes from.
 """
 
 from __future__ import annotations
 
 import copy
-import threading
 import zlib
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from outrider.errors import OptionError
-from outrider.runtime.attention_mask import Visibility
 from outrider.runtime.cache import STRIDE, SlotCache
 from outrider.runtime.cache_shapes import WINDOW, LayerShape
-from outrider.runtime.execution import EagerExecution, Step
-from outrider.runtime.modules import cache_argument, find_mixers, recorded_states, token_by_token, with_finite_numbers
-from outrider.runtime.stand_in import StandIn
+from outrider.runtime.execution import EagerExecution, Execution, Step
+from outrider.runtime.forward import Forward
+from outrider.runtime.transformers_forward import take_columns
 from outrider.runtime.vocabulary import UNKNOWN, spread
-from outrider.runtime.weight_tensors import is_shared, tp_size_of
-from outrider.system.ranks import any_process, check_equal, in_all_processes, together
+from outrider.runtime.weight_tensors import is_shared
+from outrider.system.ranks import check_equal, in_all_processes, together
 
+PROMISED = "promised"
+OF_IMAGES = "not promised (images)"  # which the model's own code reads
 PREFILL_TOKENS = 1024
 """Maximum prompt tokens in one forward, all rows together. Matrix products on the CPU are fastest at this size; more
 would only take more memory (docs/internals/log/2026.md)."""
@@ -42,7 +40,7 @@ class LM:
     """A model with what the decoding loop needs to know of it.
 
     Attributes:
-        weights: module with its parameters and its ``config``: the model, or a stand-in.
+        backend: runs the model.
         name: the name in messages.
         vocab_size: V; logits beyond it (padding of the embedding matrix) are cut off, so they are never sampled.
         unknown_ids: tokens of the vocabulary that the model does not know; their logits are -10,000.
@@ -53,67 +51,69 @@ class LM:
         dtype: the type of activations.
         num_shares: processes that share the model (tensor parallel); the others follow the first (system/ranks.py).
         execution: runs its steps.
-        lock: held while the model runs in Python or is captured.
         least_columns: minimum width of a forward of a model with states: 2 if a single token gets other logits than
             the same token among several.
-        is_stepped: call layers with states token by token, since they can continue from a state by one token only.
-        native: runs the forwards in place of the model's own code (native/engine.py); None for the model.
     """
 
     twin_key: int | None = None
     TOLD = ("vocab_size", "unknown_ids", "own_ids", "token_ids", "context_len", "least_columns", "is_stepped")
 
     def __init__(
-        self,
-        model: nn.Module,
-        *,
-        name: str,
-        vocab_size: int,
-        context_len: int,
-        unknown_ids: tuple[int, ...] = (),
-        layer_shapes: Sequence[LayerShape] | None = None,
+        self, backend: Forward, *, name: str, vocab_size: int, context_len: int, unknown_ids: tuple[int, ...] = ()
     ) -> None:
-        """Take the cache shapes of each layer; None to find them by running the model. A head, which is no model by
-        itself, states them."""
-        self.weights: Any = model
+        self.backend = backend
         self.name = name
         self.vocab_size = vocab_size
         self.unknown_ids = unknown_ids
         self.own_ids: tuple[int, ...] = ()
         self.token_ids: Tensor | None = None
         self.context_len = context_len
-        self.execution = EagerExecution()
-        self.lock = threading.RLock()
-        self.device = next(model.parameters()).device
-        # Masks match the type of the activations: quantized weights are integers.
-        self.dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
-        self.num_shares = tp_size_of(model)
-        if layer_shapes is not None:
-            self.layer_shapes = tuple(layer_shapes)
+        self.execution: Execution = EagerExecution()
+        self.device, self.dtype, self.num_shares = backend.device, backend.dtype, backend.num_shares
         self.least_columns = 1
-        self.is_stepped = False
-        self.native: Any | None = None
 
     @property
     def model(self) -> Any:
-        """The model in its own code, built when first asked for if there is a stand-in."""
-        return self.weights.original if isinstance(self.weights, StandIn) else self.weights
+        """The model in Transformers' code, built when first asked for if another backend runs it."""
+        return self.backend.model
 
-    @cached_property
-    def visibility(self) -> Visibility:
-        return Visibility.of(self.model)
+    @property
+    def weights(self) -> Any:
+        return self.backend.weights
 
-    @cached_property
-    def _cache_name(self) -> str:
-        return cache_argument(self.model)
+    @property
+    def lock(self) -> Any:
+        return self.backend.lock
+
+    @property
+    def layer_shapes(self) -> tuple[LayerShape, ...]:
+        return self.backend.layer_shapes
+
+    @property
+    def same_bytes(self) -> str:
+        """PROMISED, or the reason why not. For text; see OF_IMAGES."""
+        return promise(self.execution.name, self.backend.is_batch_invariant)
+
+    @property
+    def is_stepped(self) -> bool:
+        return self.backend.is_stepped
+
+    @is_stepped.setter
+    def is_stepped(self, value: bool) -> None:
+        self.backend.is_stepped = value
 
     def _with(self, **changes: Any) -> LM:
         """This model with other values of attributes. Weights and what was learned about it are shared."""
         lm = copy.copy(self)
+        for name in ("has_states", "is_recurrent"):  # of the shapes of another backend, perhaps
+            vars(lm).pop(name, None)
         vars(lm).update(changes)
         return lm
 
-    def with_execution(self, execution: EagerExecution) -> LM:
+    def with_backend(self, backend: Forward) -> LM:
+        return self._with(backend=backend)
+
+    def with_execution(self, execution: Execution) -> LM:
         return self._with(execution=execution)
 
     def with_name(self, name: str) -> LM:
@@ -139,12 +139,6 @@ class LM:
         return self.with_execution(EagerExecution()) if self.execution.is_prepared else self
 
     @cached_property
-    def layer_shapes(self) -> tuple[LayerShape, ...]:
-        from outrider.runtime.cache_layers import layer_shapes  # which imports Transformers
-
-        return layer_shapes(self.model, self.device)
-
-    @cached_property
     def _unknown(self) -> Tensor:
         return torch.tensor(self.unknown_ids, device=self.device)
 
@@ -156,8 +150,7 @@ class LM:
     @cached_property
     def _fed(self) -> Tensor:
         """The model's ids of the tokens that it is fed with (``with_tokens``). [V + its own]"""
-        num_own = len(self.weights.get_input_embeddings().weight)
-        return torch.cat((self._own.clamp_min(0), torch.arange(num_own, device=self.device)))
+        return torch.cat((self._own.clamp_min(0), torch.arange(self.backend.num_embedded, device=self.device)))
 
     @cached_property
     def has_states(self) -> bool:
@@ -168,19 +161,6 @@ class LM:
     def is_recurrent(self) -> bool:
         """Whether layers have states that mix all earlier tokens, and so cannot be taken back."""
         return any(not state.width for shape in self.layer_shapes for state in shape.states)
-
-    @cached_property
-    def mixers(self) -> tuple[nn.Module, ...]:
-        """Modules that update the states kept at an anchor."""
-        if not self.has_states:
-            return ()
-        whole = copy.copy(self)
-        whole.is_stepped = False
-        cache = SlotCache.empty(self.layer_shapes, 1, 2)
-        columns = torch.arange(2, device=self.device)[None]
-        with self.lock, torch.inference_mode(), find_mixers(self.model, cache.state_layers) as found:
-            whole._feed(torch.zeros_like(columns), columns, cache, 2)
-        return tuple(found)
 
     def check_rollback(self, k: int) -> None:
         """Raises OptionError: k tokens cannot be rolled back."""
@@ -288,8 +268,8 @@ class LM:
             ids, positions = cache.from_anchors(positions.amax(dim=1), width)
         logits, states = self._feed(ids, positions, cache, view_len, features, columns, num_logits, keeps_finite)
         if columns is not None:
-            states = {i: _take(state, columns) for i, state in states.items()}
-        found = torch.cat([states[i].to(device) for i in features], dim=-1) if features else None
+            states = tuple(take_columns(state, columns) for state in states)
+        found = torch.cat([state.to(device) for state in states], dim=-1) if features else None
         if spreads and self.token_ids is not None:
             logits = spread(logits, self.token_ids, self.vocab_size)
         return logits.to(device), found
@@ -304,58 +284,22 @@ class LM:
         columns: Tensor | None = None,
         num_logits: int = 1,
         keeps_finite: bool = False,
-    ) -> tuple[Tensor, dict[int, Tensor]]:
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Logits of the last ``num_logits`` (0 for all) of ``columns`` (None for all, [B, T]); and hidden states of all
-        columns, by the index of the feature."""
+        columns, of each feature."""
         if self.unknown_ids:
-            ids = ids.clamp_max(len(self.weights.get_input_embeddings().weight) - 1)
+            ids = ids.clamp_max(self.backend.num_embedded - 1)
         if self.own_ids:
             ids = self._fed[ids]
-        if self.native is not None:
-            with self.lock:
-                given, number = (ids, positions, cache, view_len), num_logits or None
-                results = self.native(*given, num_logits=number, features=features, keeps_finite=keeps_finite)
-            parts = () if results.features is None else results.features.chunk(len(features), dim=-1)
-            has_broken = results.broken is not None and bool(results.broken.any())
-            cache.note_broken(results.broken if has_broken else None)
-            logits = self._finished(results.logits, results.broken if has_broken else None, None)
-            return logits, dict(zip(features, parts, strict=True))
-        model = self.model
+        results = self.backend(
+            *(ids, positions, cache, view_len),
+            columns=columns,
+            num_logits=num_logits or None,
+            features=features,
+            keeps_finite=keeps_finite,
+        )
         wanted = None if columns is None else columns[:, -num_logits:]
-        is_single = self.is_stepped or positions.shape[1] == 1
-        cache.at(positions, view_len, is_single=is_single, keeps_finite=keeps_finite)
-        # One forward at a time: hooks and captures change the model for all threads.
-        with self.lock, recorded_states(model, features) as states, ExitStack() as stack:
-            if self.is_stepped:
-                stack.enter_context(token_by_token(self.mixers))
-            if keeps_finite:
-                stack.enter_context(with_finite_numbers(self.mixers, (len(ids), ids.shape[1]), cache.kept))
-            if wanted is not None:
-                # The LM head is often the largest product: compute it for the wanted columns only.
-                num_logits = 0
-                hook = model.get_output_embeddings().register_forward_pre_hook(
-                    lambda _, arguments: (_take(arguments[0], wanted), *arguments[1:])
-                )
-                stack.callback(hook.remove)
-            arguments: dict[str, Any] = {self._cache_name: cache.argument}
-            kept: int | Tensor = num_logits
-            if features and num_logits:  # given a number, Gemma 4 drops other columns before its last layers
-                kept = torch.arange(ids.shape[1] - num_logits, ids.shape[1], device=ids.device)
-            position_ids = positions.clamp_min(0)
-            if cache.offsets is not None:
-                position_ids = position_ids + cache.offsets[:, None]
-            # A model without attention may take a mask for something else.
-            has_mask = any(shape.num_heads for shape in self.layer_shapes)
-            output = model(
-                input_ids=ids,
-                attention_mask=self.visibility.masks(positions, view_len, self.dtype) if has_mask else None,
-                position_ids=position_ids,
-                use_cache=True,
-                logits_to_keep=kept,
-                **arguments,
-            )
-        broken = cache.find_broken()
-        return self._finished(output.logits, None if broken is None else any_process(broken), wanted), states
+        return self._finished(results.logits, results.broken, wanted), results.features
 
     def _finished(self, logits: Tensor, broken: Tensor | None, wanted: Tensor | None) -> Tensor:
         """Logits of the columns ``wanted`` [B, N], of the last ones if None; NaN from a broken token ([B, T]) on.
@@ -458,6 +402,11 @@ class LM:
         return found
 
 
+def promise(execution: str, is_batch_invariant: bool) -> str:
+    """Whether the same bytes are promised: PROMISED, or the reason why not."""
+    return PROMISED if is_batch_invariant else f"not promised ({execution})"
+
+
 def _fingerprint(lm: LM) -> int:
     """Checksum of weights that all processes have whole: norms."""
     whole = [one.tolist() for one in lm.model.parameters() if one.ndim == 1 and not is_shared(one)]
@@ -478,7 +427,7 @@ def _advance_step(
         cache.settle(lengths)
     if not features:
         return (positions,)
-    return positions, torch.cat([states[i].to(ids.device) for i in features], dim=-1)
+    return positions, torch.cat([state.to(ids.device) for state in states], dim=-1)
 
 
 def _by_position(found: Sequence[tuple[Tensor, ...]], starts: Tensor, num_columns: int) -> Tensor | None:
@@ -492,8 +441,3 @@ def _by_position(found: Sequence[tuple[Tensor, ...]], starts: Tensor, num_column
         columns = torch.where((columns >= 0) & (columns < num_columns), columns, num_columns)
         results.scatter_(1, columns[..., None].expand_as(states), states)
     return results[:, :num_columns].to(starts.device)
-
-
-def _take(values: Tensor, columns: Tensor) -> Tensor:
-    """Gather columns of each row: [B, W, D], [B, T] -> [B, T, D]"""
-    return values.gather(1, columns[..., None].expand(-1, -1, values.shape[-1]).to(values.device))

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from outrider.errors import PromptError
 from outrider.records import MediaPrompt
+from outrider.runtime.attention_mask import Visibility
 from outrider.runtime.cache import SlotCache
 from outrider.runtime.lm import LM
 from outrider.runtime.modules import CACHE_NAMES, cache_argument, recorded_states
@@ -107,7 +108,7 @@ def read_media(lm: LM, ids: Sequence[int], inputs: Mapping[str, Any]) -> MediaPr
 
 def _visible(lm: LM, masks: Any, num_tokens: int) -> dict[str, Tensor]:
     """Keys that tokens see, by layer type, from masks of the model's own: bool, or added to scores."""
-    by_type = masks if isinstance(masks, dict) else dict.fromkeys(lm.visibility.layer_types, masks)
+    by_type = masks if isinstance(masks, dict) else dict.fromkeys(Visibility.of(lm.model).layer_types, masks)
     found = {}
     for layer_type, mask in by_type.items():
         if isinstance(mask, Tensor) and mask.dim() == 4:
@@ -123,7 +124,7 @@ def prefill_media(lm: LM, media: MediaPrompt, cache: SlotCache, features: Sequen
     positions = torch.arange(media.num_tokens, device=lm.device)[None]
     view_len = lm.view_len(media.num_tokens, cache)
     cache.at(positions, view_len, is_single=media.num_tokens == 1)
-    masks = lm.visibility.masks(positions, view_len, lm.dtype)
+    masks = Visibility.of(lm.model).masks(positions, view_len, lm.dtype)
     for layer_type, visible in media.visible.items():
         mask = masks[layer_type] if isinstance(masks, dict) else masks  # [1, 1, P, view_len]
         mask.fill_(torch.finfo(mask.dtype).min)[..., : media.num_tokens].masked_fill_(visible, 0)

@@ -12,10 +12,10 @@ import logging
 import mmap
 import sys
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -75,6 +75,36 @@ def move_weights(model: nn.Module, others: Sequence[Tensor] = ()) -> None:
     if room.is_huge:
         for one in moved:
             one.data = room.empty_like(one).copy_(one)
+
+
+def set_weights(model: Any, weights: Mapping[str, Tensor]) -> list[str]:
+    """Give a model that was built without weights (on the device "meta") its own, of shared ones under one of their
+    names or several. Returns the names of those that are missing. Raises ValueError: a shape does not fit."""
+    places = model.state_dict(keep_vars=True)
+    new: dict[Tensor, nn.Parameter] = {}
+    for name in weights.keys() & places.keys():
+        place, weight = places[name], weights[name]
+        if weight.shape != place.shape:
+            raise ValueError(f"the shape of {name} does not fit its configuration")
+        if isinstance(place, nn.Parameter):
+            new[place] = _parameter(weight)
+        else:
+            place.data = weight.detach()
+    for module in model.modules():
+        for leaf, old in [*module.named_parameters(recurse=False, remove_duplicate=False)]:
+            if old in new:
+                setattr(module, leaf, new[old])
+    return sorted(name for name, parameter in model.named_parameters() if parameter.is_meta)
+
+
+def _parameter(weight: Tensor) -> nn.Parameter:
+    if type(weight) is Tensor:
+        return nn.Parameter(weight, requires_grad=False)
+    # As the constructor marks other types. It would run an operator of theirs, for which PyTorch imports a second's
+    # worth of modules (torch.distributed.tensor).
+    parameter: nn.Parameter = weight  # type: ignore[assignment]
+    parameter._is_param = True
+    return parameter
 
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from torch import nn
 from outrider.decoder import Decoder
 from outrider.decoding.schedule import Schedule
 from outrider.models.weights import portable_tensors
-from outrider.runtime.execution import PROMISED
+from outrider.runtime.lm import PROMISED
 from outrider.system.resources import size_text
 from outrider.text.chat import ends_text
 
@@ -21,7 +21,7 @@ _NUM_ROWS = 16  # of a weight in blocks, from which they are taken
 
 def same_bytes_of(decoder: Decoder) -> str:
     """Whether the same bytes are promised, in a word, and for which prompts."""
-    promise = decoder.target.execution.same_bytes
+    promise = decoder.target.same_bytes
     return f"{promise}, but for images" if decoder.processor is not None and promise == PROMISED else promise
 
 

@@ -56,6 +56,7 @@ def models(
         from outrider.models.placement import pick_device
         from outrider.models.reading import read_config
         from outrider.models.registry import resolve
+        from outrider.runtime.lm import promise
     sizes = parse_numbers("--devices", devices, "whole numbers from 1 to 64, like 1,2,4,8", most=64)
     spec = resolve(target, models)
     drafts = _drafts(spec, models, dtype)  # first, since the target itself may be neither here nor within reach
@@ -70,8 +71,9 @@ def models(
     show_table(console, _predicted(short_name(spec.name), rows))
     console.print("Fits here: the weights, in nine tenths of the memory.", style="dim")
     execution = predicted_execution(read_config(spec), pick_device("auto"))
-    console.print(f"{short_name(spec.name)} here: {execution.name}, same bytes: {execution.same_bytes}")
-    found = {"drafts": drafts, "execution": execution.name, "same_bytes": execution.same_bytes, "models": rows}
+    same_bytes = promise(execution, execution == "native")
+    console.print(f"{short_name(spec.name)} here: {execution}, same bytes: {same_bytes}")
+    found = {"drafts": drafts, "execution": execution, "same_bytes": same_bytes, "models": rows}
     write_json(json_target, "models", options | {"target": target, "devices": sizes}, found)
 
 

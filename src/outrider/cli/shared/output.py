@@ -223,7 +223,7 @@ def origin_of(ran: Decoder | LM | None) -> dict[str, Any]:
     origin = provenance("cpu" if lm is None else str(lm.device))
     if lm is not None:
         origin["dtype"] = str(lm.dtype).removeprefix("torch.")
-        origin |= {"execution": lm.execution.name, "same_bytes": lm.execution.same_bytes}
+        origin |= {"execution": lm.execution.name, "same_bytes": lm.same_bytes}
     if isinstance(ran, Decoder):
         origin["end_ids"] = {"texts": sorted(ran.eos_ids), "chats": sorted(ran.eos_ids | ran.turn_ids)}
     return origin

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from operator import itemgetter
 from pathlib import Path
@@ -19,12 +19,14 @@ from outrider.errors import ModelCorrupt, UnsupportedModel
 from outrider.kernels.blocks import BLOCK_FORMS
 from outrider.kernels.library import FORMS
 from outrider.kernels.narrow_weight import ExpertLayout, NarrowWeight
-from outrider.models.cpu_weights import HALVES, StoredWeights
-from outrider.models.gguf.families import StatedModel, stated_model
-from outrider.models.gguf.family import Family, place_of
+from outrider.models.cpu_weights import HALVES, StoredWeights, large_matrices
+from outrider.models.gguf.families import StatedModel, stated_model, transformers_config
+from outrider.models.gguf.family import Family, Order, place_of
 from outrider.models.gguf.file import GgufFile, StoredTensor, is_readable, shards_of, type_name
 from outrider.models.memory import skeleton
 from outrider.models.registry import ModelSpec
+from outrider.native.model_config import ModelConfig
+from outrider.native.plan import NotPlanned, Plan, weight_names
 
 _LOG = logging.getLogger(__name__)
 _HALVES = {FORMS[dtype]: dtype for dtype in HALVES.values()}
@@ -41,54 +43,72 @@ def gguf_file(spec: ModelSpec) -> GgufFile:
     return GgufFile.open(files[0])
 
 
-def gguf_config(spec: ModelSpec) -> Any:
-    """Transformers' configuration of a checkpoint. Raises UnsupportedModel, ModelCorrupt."""
-    return stated_model(gguf_file(spec), spec.name).config
+def gguf_config(file: GgufFile, name: str) -> Any:
+    """Transformers' configuration of a file. Raises UnsupportedModel, ModelCorrupt."""
+    return transformers_config(stated_model(file, name), name)
 
 
-def gguf_numbers(spec: ModelSpec, dtype: torch.dtype) -> dict[str, Tensor]:
-    """All weights of a checkpoint, widened; names are those in the model."""
-    from transformers.utils.logging import tqdm  # whose bars can be switched off
-
-    file = gguf_file(spec)
-    model = stated_model(file, spec.name)
-    with torch.device("meta"):
-        bare = skeleton(model.config, dtype)
-    found = tqdm(_sources(file, model, bare, spec.name).items(), desc="Reading tensors")
-    return {name: source.numbers().to(dtype) for name, source in found}
-
-
-def gguf_weights(
-    spec: ModelSpec,
-    bare: nn.Module,
-    large: Mapping[str, ExpertLayout | None],
-    num_digits: int = 0,
-    config: Any | None = None,
+def planned_weights(
+    file: GgufFile, model: StatedModel, config: ModelConfig, plan: Plan, name: str, num_digits: int
 ) -> StoredWeights:
-    """Find which of the ``large`` matrices can stay in the file's blocks; experts have layouts. Matrices remain in the
-    file until they are loaded.
+    """Weights of a plan, those of large matrices in the file's blocks or 16 bits where they can stay so. They remain in
+    the file until they are read. Raises NotPlanned, UnsupportedModel, ModelCorrupt.
+
+    Args:
+        config: that of ``model``.
+        num_digits: of the integers to which rows are rounded before products (``BlockForm``).
+    """
+    names = weight_names(plan)
+    found = _sources(file, model, names, config, name)
+    if missing := sorted(names - found.keys()):
+        raise NotPlanned(f"the file has no {missing[0]}")
+    shapes = {weight: source.shape for weight, source in found.items()}
+    return _stored(found, large_matrices(plan, shapes), name, num_digits)
+
+
+def skeleton_weights(
+    file: GgufFile, bare: nn.Module, large: Mapping[str, ExpertLayout | None], name: str, num_digits: int = 0
+) -> StoredWeights:
+    """Weights of a model of Transformers, as ``planned_weights`` has them.
 
     Args:
         bare: skeleton of the model.
-        num_digits: of the integers to which rows are rounded before products (``BlockForm``).
-        config: configuration of this file, if it was made before.
+        large: matrices that may stay; experts have layouts.
     """
-    file = gguf_file(spec)
-    found = _sources(file, stated_model(file, spec.name, config), bare, spec.name)
-    large = {name: layout for name, layout in sorted(large.items()) if name in found}
-    kept = {name: found[name].num_bytes for name, layout in large.items() if found[name].stays(layout)}
+    found = _sources_of(file, bare, name)
+    return _stored(found, {weight: layout for weight, layout in large.items() if weight in found}, name, num_digits)
+
+
+def widened_weights(file: GgufFile, config: Any, name: str, dtype: torch.dtype) -> dict[str, Tensor]:
+    """All weights of a checkpoint, widened; names are those in the model of Transformers."""
+    from transformers.utils.logging import tqdm  # whose bars can be switched off
+
+    with torch.device("meta"):
+        bare = skeleton(config, dtype)
+    found = tqdm(_sources_of(file, bare, name).items(), desc="Reading tensors")
+    return {weight: source.numbers().to(dtype) for weight, source in found}
+
+
+def _stored(
+    found: Mapping[str, Source], large: Mapping[str, ExpertLayout | None], name: str, num_digits: int
+) -> StoredWeights:
+    kept = {weight: found[weight].num_bytes for weight, layout in large.items() if found[weight].stays(layout)}
     if large:  # a large model
-        others = {name: one for name, one in found.items() if name in large or len(one.tensors[0].shape) > 2}
-        _tell_widened(spec.name, [one for name, one in others.items() if name not in kept])
+        wide = {weight: one for weight, one in found.items() if weight in large or len(one.tensors[0].shape) > 2}
+        _tell_widened(name, [one for weight, one in wide.items() if weight not in kept])
 
-    def read(name: str, empty_like: Callable[[Tensor], Tensor]) -> Tensor:
-        source = found[name]
-        if name not in kept:
-            return source.numbers()
-        return source.stored(num_digits, empty_like, large[name])
+    def read(weight: str, empty_like: Callable[[Tensor], Tensor]) -> Tensor:
+        source = found[weight]
+        if weight in kept:
+            return source.stored(num_digits, empty_like, large[weight])
+        numbers, layout = source.numbers(), large.get(weight)
+        if layout is None or layout.num_parts is None:
+            return numbers
+        return NarrowWeight(layout.rows(numbers), torch.float32, experts=layout)  # by columns, which are not multiplied
 
-    has_blocks = any(found[name].tensors[0].kind in BLOCK_FORMS for name in kept)
-    return StoredWeights(kept, frozenset(found.keys() - kept.keys()), read, has_blocks)
+    others = {weight: 4 * math.prod(one.shape) for weight, one in found.items() if weight not in kept}
+    has_blocks = any(found[weight].tensors[0].kind in BLOCK_FORMS for weight in kept)
+    return StoredWeights(kept, others, read, has_blocks)
 
 
 def _tell_widened(name: str, sources: Sequence[Source]) -> None:
@@ -111,8 +131,8 @@ class Source:
     """Where a parameter is in a file."""
 
     tensors: tuple[StoredTensor, ...]  # joined along their rows if there are several
-    order: Tensor | None  # rows by their places in the file; None for the file's order
-    columns: Tensor | None  # likewise
+    order: Order | None  # of rows; None for the file's
+    columns: Order | None  # likewise
     change: Callable[[Tensor], Tensor] | None  # undoes the file's own form of the numbers; None if there is none
 
     @property
@@ -124,6 +144,19 @@ class Source:
         if others:
             first = (*first[:-2], sum(one.shape[-2] for one in self.tensors), first[-1])
         return first if self.change is None else tuple(self.change(torch.zeros(()).expand(first)).shape)
+
+    def check(self, name: str) -> None:
+        """Raises ModelCorrupt: an order, which may be as long as the metadata state, is not as long as the tensor."""
+        lengths = sum(one.shape[0] for one in self.tensors), self.tensors[0].shape[-1]
+        for order, length in zip((self.order, self.columns), lengths, strict=True):
+            if order is not None and order.length != length:
+                raise self.misfit(name, (order.length,))
+
+    def misfit(self, name: str, expected: Sequence[int]) -> ModelCorrupt:
+        return ModelCorrupt(
+            f"{name}: the tensor {self.tensors[0].name} has the shape {list(self.tensors[0].shape)}, which does not "
+            f"fit the file's metadata: {list(expected)} by these"
+        )
 
     def stays(self, layout: ExpertLayout | None = None) -> bool:
         """Whether products read it as it is stored: in one form, whose rows are whole. A layout of transposed matrices
@@ -140,8 +173,8 @@ class Source:
     def numbers(self) -> Tensor:
         parts = [one.numbers() for one in self.tensors]
         joined = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-2)
-        ordered = joined if self.order is None else joined[self.order]
-        ordered = ordered if self.columns is None else ordered[..., self.columns]
+        ordered = joined if self.order is None else joined[self.order.places()]
+        ordered = ordered if self.columns is None else ordered[..., self.columns.places()]
         return ordered if self.change is None else self.change(ordered).contiguous()
 
     def stored(
@@ -153,32 +186,35 @@ class Source:
         """The parameter as it is stored, if it stays; the arguments are those of ``NarrowWeight.of_blocks``."""
         kind, parts = self.tensors[0].kind, [torch.from_numpy(one.raw()) for one in self.tensors]
         rows = (parts[0] if len(parts) == 1 else torch.cat(parts, dim=-2)).flatten(0, -2)
-        rows = rows if self.order is None else rows[self.order]
+        rows = rows if self.order is None else rows[self.order.places()]
         if kind in _HALVES:
             numbers = rows.view(_HALVES[kind])
-            numbers = numbers if self.columns is None else numbers[:, self.columns]
+            numbers = numbers if self.columns is None else numbers[:, self.columns.places()]
             return NarrowWeight(numbers, torch.float32, experts=layout)
         form = replace(BLOCK_FORMS[kind], num_digits=num_digits)
         # Columns stay in the file's order, since a block has many of them.
-        columns = None if self.columns is None else self.columns.argsort().int()
+        columns = None if self.columns is None else self.columns.places().argsort().int()
         return NarrowWeight.of_blocks(rows, form, columns, empty_like, layout)
 
 
-def _sources(file: GgufFile, model: StatedModel, bare: nn.Module, name: str) -> dict[str, Source]:
-    """Sources of all parameters of a model by name; of shared ones, under one of their names. Raises UnsupportedModel
-    for a tensor without a place in the model, ModelCorrupt for a parameter that is missing or has another shape."""
-    parameters = bare.state_dict(keep_vars=True)
+def _sources(file: GgufFile, model: StatedModel, names: Set[str], config: Any, name: str) -> dict[str, Source]:
+    """Sources of weights by name. Raises UnsupportedModel for a tensor without a place in the model, ModelCorrupt for
+    one that is shorter or longer than the metadata state.
+
+    Args:
+        names: of all weights that the model has.
+    """
     parts: dict[str, list[str]] = {}
     changes: dict[str, Callable[[Tensor], Tensor]] = {}
     for tensor in file.tensors:
         stack = model.family.stacks.get(tensor)
         for i in range(file.tensors[tensor].shape[0] if stack else 0):
-            parameter = str(stack).format(i)
-            parts[parameter], changes[parameter] = [tensor], itemgetter(i)
+            weight = str(stack).format(i)
+            parts[weight], changes[weight] = [tensor], itemgetter(i)
         if stack is None and tensor not in model.others:
-            parts.setdefault(_parameter(tensor, model.family, parameters, name), []).append(tensor)
+            parts.setdefault(_name_of(tensor, model.family, names, name), []).append(tensor)
     found = {}
-    for parameter, tensors in parts.items():
+    for weight, tensors in parts.items():
         # A gate comes first: "ffn_gate_exps" before "ffn_up_exps".
         stored = tuple(file.tensors[one] for one in sorted(tensors))
         for one in stored:
@@ -188,24 +224,31 @@ def _sources(file: GgufFile, model: StatedModel, bare: nn.Module, name: str) -> 
                     "cannot read: choose a file of another type"
                 )
         leaf = place_of(stored[0].name)[1]
-        expected = tuple(parameters[parameter].shape) if parameter in parameters else ()  # too many in a stack
-        source = Source(stored, None, None, changes.get(parameter, model.family.changes.get(leaf)))
-        if source.shape != expected:  # before an order is made, which may be as long as the metadata state
-            raise ModelCorrupt(
-                f"{name}: the tensor {tensors[0]} has the shape {list(stored[0].shape)}, which does not fit "
-                f"the file's metadata: {list(expected)} by these"
-            )
         module = leaf.rpartition(".")[0] or leaf
-        order, columns = (rule(module, model.config) for rule in (model.family.order, model.family.columns))
-        found[parameter] = replace(source, order=order, columns=columns)
-    shared = {parameters[parameter] for parameter in found}
+        order, columns = (rule(module, config) for rule in (model.family.order, model.family.columns))
+        source = Source(stored, order, columns, changes.get(weight, model.family.changes.get(leaf)))
+        source.check(name)
+        found[weight] = source
+    return found
+
+
+def _sources_of(file: GgufFile, bare: nn.Module, name: str) -> dict[str, Source]:
+    """Sources of all parameters of a skeleton; of shared ones, under one of their names. Raises as ``_sources``, and
+    ModelCorrupt for a parameter that is missing or has another shape."""
+    parameters = bare.state_dict(keep_vars=True)
+    found = _sources(file, stated_model(file, name), parameters.keys(), bare.config, name)
+    for weight, source in found.items():
+        expected = tuple(parameters[weight].shape) if weight in parameters else ()  # too many in a stack
+        if source.shape != expected:
+            raise source.misfit(name, expected)
+    shared = {parameters[weight] for weight in found}
     if missing := sorted(key for key, parameter in parameters.items() if parameter not in shared):
         raise ModelCorrupt(f"{name}: the file lacks {len(missing)} of the model's weights, {missing[0]} among them")
     return found
 
 
-def _parameter(tensor: str, family: Family, parameters: dict[str, Any], name: str) -> str:
-    """Name of the parameter that a tensor belongs to. Raises UnsupportedModel."""
+def _name_of(tensor: str, family: Family, weights: Set[str], name: str) -> str:
+    """Name of the weight that a tensor belongs to. Raises UnsupportedModel."""
     layer, leaf = place_of(tensor)
     names, prefix = (family.ends, "") if layer is None else (family.tensors, f"{family.layers}.{layer}.")
     module, _, kind = leaf.rpartition(".") if "." in leaf else (leaf, "", "weight")
@@ -215,7 +258,7 @@ def _parameter(tensor: str, family: Family, parameters: dict[str, Any], name: st
         f"{prefix}{names.get(module)}.{kind}",
         f"{prefix}{names.get(module)}",
     ):
-        if candidate in parameters:
+        if candidate in weights:
             return candidate
     raise UnsupportedModel(
         f"{name}: the file has a tensor {tensor}, for which {family.model_type} models have no place: another model "

@@ -1,11 +1,14 @@
-"""The model that a GGUF file states: Transformers' configuration, and the family that tells its tensors.
+"""The model that a GGUF file states: the fields of a configuration, and the family that tells its tensors.
 
 One table serves every reader of a file.
 """
 
 from __future__ import annotations
 
+import copy
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from outrider.errors import ModelCorrupt, OutriderError, UnsupportedModel
@@ -24,7 +27,7 @@ _OF_IMAGES = ("v.", "a.", "mm.")  # beginnings of tensors that Ollama has in the
 class StatedModel(NamedTuple):
     """The model that a file states."""
 
-    config: Any  # Transformers' configuration
+    fields: dict[str, Any]  # of the config.json that would state the same
     family: Family
     mtp: frozenset[str]  # names of the tensors of a head for later tokens, whose layers follow those of the model
     # Names of tensors that are no parameters of the model: these, and those that are part of its configuration or have
@@ -32,10 +35,9 @@ class StatedModel(NamedTuple):
     others: frozenset[str]
 
 
-def stated_model(file: GgufFile, name: str, config: Any | None = None) -> StatedModel:
-    """The model that a file states, with its configuration, if it was made before. Raises UnsupportedModel: the
-    architecture is not known here, or the file states more than is known; or ModelCorrupt: the file lacks a key, or has
-    an impossible value."""
+def stated_model(file: GgufFile, name: str) -> StatedModel:
+    """The model that a file states. Raises UnsupportedModel: the architecture is not known here, or the file states
+    more than is known; or ModelCorrupt: the file lacks a key, or has an impossible value."""
     stated = Stated(file, name)
     if file.metadata.get("general.type", "model") != "model":
         raise UnsupportedModel(f"{name} is no model, but of GGUF's type {file.metadata['general.type']!r:.40}")
@@ -45,23 +47,33 @@ def stated_model(file: GgufFile, name: str, config: Any | None = None) -> Stated
         raise UnsupportedModel(
             f"{name}: GGUF files of the architecture {stated.architecture!r:.40} are not read: {known} are"
         )
-    try:
-        values = config_fields(stated, family)
-        if config is None:
-            from transformers import AutoConfig
-
-            config = AutoConfig.for_model(values.pop("model_type", family.model_type), **values)
-    except OutriderError:
-        raise
-    except Exception as error:  # values of another kind, and whatever Transformers' validation raises
-        reason = " ".join(str(error).split())[:200]
-        raise ModelCorrupt(f"{name}: the file's metadata is no {family.model_type} model ({reason})") from None
+    with _stating(name, family):
+        fields = {"model_type": family.model_type} | config_fields(stated, family)
     of_mtp = range(stated.num_layers, stated.take("block_count"))
     mtp = frozenset(name for name in file.tensors if int(place_of(name)[0] or -1) in of_mtp)
     images = frozenset(name for name in file.tensors if name.startswith(_OF_IMAGES))
     if images:
         _LOG.info("%s reads no images: %d tensors of their encoder are left out", name, len(images))
-    return StatedModel(config, family, mtp, mtp | images | stated.read_tensors)
+    return StatedModel(fields, family, mtp, mtp | images | stated.read_tensors)
+
+
+def transformers_config(model: StatedModel, name: str) -> Any:
+    """Transformers' configuration of the model that a file states. Raises ModelCorrupt."""
+    from transformers import AutoConfig
+
+    with _stating(name, model.family):
+        return AutoConfig.for_model(**copy.deepcopy(model.fields))
+
+
+@contextmanager
+def _stating(name: str, family: Family) -> Iterator[None]:
+    try:
+        yield
+    except OutriderError:
+        raise
+    except Exception as error:  # values of another kind, and whatever Transformers' validation raises
+        reason = " ".join(str(error).split())[:200]
+        raise ModelCorrupt(f"{name}: the file's metadata is no {family.model_type} model ({reason})") from None
 
 
 def config_fields(stated: Stated, family: Family) -> dict[str, Any]:

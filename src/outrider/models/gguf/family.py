@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -53,13 +53,32 @@ _NORMS = ("attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm", "attn
 FROM_ONE = {f"{name}.weight": _less_one for name in _NORMS}
 
 
-def pairs_to_halves(name: str, config: Any) -> Tensor | None:
+class Order(NamedTuple):
+    """Order of rows, or columns: after the first ones, blocks of [a, b, size] are transposed to [b, a, size]."""
+
+    num_blocks: int
+    a: int
+    b: int
+    size: int = 1
+    num_before: int = 0
+
+    @property
+    def length(self) -> int:
+        return self.num_before + self.num_blocks * self.a * self.b * self.size
+
+    def places(self) -> Tensor:
+        """Place in the file of each row of the parameter."""
+        after = torch.arange(self.num_before, self.length).view(self.num_blocks, self.a, self.b, self.size)
+        return torch.cat((torch.arange(self.num_before), after.transpose(1, 2).flatten()))
+
+
+def pairs_to_halves(name: str, config: Any) -> Order | None:
     """Llama's order: llama.cpp rotates neighbouring dimensions of a head, Transformers i with i + head_dim / 2."""
     num_heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}.get(name)
     if num_heads is None:
         return None
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return torch.arange(num_heads * head_dim).view(num_heads, -1, 2).transpose(1, 2).flatten()
+    return Order(num_heads, head_dim // 2, 2)
 
 
 def place_of(tensor: str) -> tuple[str | None, str]:
@@ -80,10 +99,9 @@ class Family:
     # The file's name of a layer's tensor -> the module:
     tensors: Mapping[str, str] = field(default_factory=lambda: DECODER)
     ends: Mapping[str, str] = field(default_factory=lambda: ENDS)  # names of tensors outside of layers -> the module
-    # Takes the name of a tensor and the configuration; returns the place in the file of each row of the parameter, or
-    # None where rows are in the same order:
-    order: Callable[[str, Any], Tensor | None] = lambda name, config: None
-    columns: Callable[[str, Any], Tensor | None] = lambda name, config: None  # returns that of each column, likewise
+    # Takes the name of a tensor and the configuration; returns the order of rows, or None for that of the parameter:
+    order: Callable[[str, Any], Order | None] = lambda name, config: None
+    columns: Callable[[str, Any], Order | None] = lambda name, config: None  # returns that of columns, likewise
     # Name of a tensor -> function from the file's form of the numbers to the model's:
     changes: Mapping[str, Callable[[Tensor], Tensor]] = field(default_factory=dict)
     # Name of a tensor outside of layers whose parts are parameters -> their names, with "{}" for the number:

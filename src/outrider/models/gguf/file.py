@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
-from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
@@ -63,7 +62,7 @@ class StoredTensor(NamedTuple):
         return torch.from_numpy(np.array(_numbers(self.raw(), self.kind), np.float32).reshape(self.shape))
 
 
-@dataclass(frozen=True, slots=True, weakref_slot=True)
+@dataclass(frozen=True, slots=True)
 class GgufFile:
     """A GGUF file, or all shards of one."""
 
@@ -81,11 +80,7 @@ class GgufFile:
             raise ModelNotFound(
                 f"{path} is one of {len(shards)} shards of a model, and {missing[0]} is not beside it: all are needed"
             )
-        key = tuple((shard, shard.stat().st_mtime_ns) for shard in shards)
-        found = _HELD.get(key)
-        if found is None:
-            found = _HELD[key] = _read(shards)
-        return found
+        return _read(shards)
 
 
 def shards_of(path: Path) -> list[Path]:
@@ -95,10 +90,6 @@ def shards_of(path: Path) -> list[Path]:
         return [path]
     count = int(found["count"])
     return [path.with_name(f"{found['stem']}-{number:05}-of-{count:05}.gguf") for number in range(1, count + 1)]
-
-
-# Files that somebody holds: while a model is loaded, configuration, weights and tokenizer are read one after the other.
-_HELD: WeakValueDictionary[tuple[tuple[Path, int], ...], GgufFile] = WeakValueDictionary()
 
 
 def _read(shards: Sequence[Path]) -> GgufFile:

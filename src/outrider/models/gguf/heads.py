@@ -6,6 +6,7 @@ gemma.py, which tell how files come about; the build of llama-cpp-python 0.3.36.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -150,7 +151,8 @@ def _read(sources: Mapping[str, Source], num_digits: int | None) -> dict[str, Te
         source = sources[name]
         return source.stored(num_digits or 0, empty_like, layouts[name]) if name in kept else source.numbers()
 
-    return StoredWeights(kept, frozenset(sources.keys() - kept.keys()), read).read_all()
+    others = {name: 4 * math.prod(one.shape) for name, one in sources.items() if name not in kept}
+    return StoredWeights(kept, others, read).read_all()
 
 
 def _fields(stated: Stated, *, is_eagle3: bool) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from outrider.models.gguf.family import (
     NORMS_OF_HEADS,
     SHARED_EXPERT,
     Family,
+    Order,
     pairs_to_halves,
 )
 from outrider.models.gguf.keys import (
@@ -169,7 +170,7 @@ def _qwen35moe(stated: Stated) -> dict[str, Any]:
     return fields | {"shared_expert_intermediate_size": stated.take("expert_shared_feed_forward_length")}
 
 
-def _value_heads(name: str, config: Any) -> Tensor | None:
+def _value_heads(name: str, config: Any) -> Order | None:
     """Rows of a DeltaNet layer. The heads of values that share a head of keys are neighbours in Transformers; the file
     has the first of each head of keys first."""
     if name not in ("attn_qkv", "attn_gate", "ssm_alpha", "ssm_beta", "ssm_conv1d", "ssm_dt", "ssm_a"):
@@ -179,8 +180,7 @@ def _value_heads(name: str, config: Any) -> Tensor | None:
         return None
     size = config.linear_value_head_dim if name in ("attn_qkv", "attn_gate", "ssm_conv1d") else 1
     num_before = 2 * num_keys * config.linear_key_head_dim if name in ("attn_qkv", "ssm_conv1d") else 0
-    order = torch.arange(num_values * size).view(num_values // num_keys, num_keys, size).transpose(0, 1).flatten()
-    return torch.cat((torch.arange(num_before), num_before + order))
+    return Order(1, num_values // num_keys, num_keys, size, num_before)
 
 
 _QWEN35 = {

@@ -19,7 +19,9 @@ from outrider.errors import ModelCorrupt, UnsupportedModel
 from outrider.native.families import plan_of
 from outrider.native.plan import MatrixPlan, Plan, rename
 from outrider.runtime.attention_mask import Visibility
+from outrider.runtime.cache import SlotCache
 from outrider.runtime.cache_shapes import LayerShape
+from outrider.runtime.forward import Results
 from outrider.runtime.lm import LM
 
 _UNUSED = ("t2d", "verifier_norm.", "verifier_lm_head.")  # for training
@@ -88,24 +90,57 @@ class Head(nn.Module, ABC):
         return self.lm_head
 
 
-def head_lm(head: Head, name: str, target: LM) -> LM:
-    """The ``LM`` of a head, for its weights, cache and programs; its ``forward`` is never called.
+class HeadForward:
+    """A head that runs in its own code. Attributes as of ``Forward``.
 
     The last layer of its cache holds the states of the target's tokens by place, if it keeps any, so that they are
     shared, moved and rolled back like keys.
     """
-    states = [LayerShape(1, head.state_size, 0, target.dtype, target.device)] if head.state_size else []
-    lm = LM(
-        head.eval().requires_grad_(False),
-        name=name,
-        vocab_size=target.vocab_size,
-        context_len=target.context_len,
-        layer_shapes=(*head.layer_shapes(target), *states),
-    )
+
+    num_shares, is_stepped, is_batch_invariant = 1, False, False
+
+    def __init__(self, head: Head, target: LM) -> None:
+        self.model: Any = head.eval().requires_grad_(False)
+        self.weights = self.model
+        self.device, self.dtype = target.device, target.dtype
+        states = [LayerShape(1, head.state_size, 0, self.dtype, self.device)] if head.state_size else []
+        self.layer_shapes = (*head.layer_shapes(target), *states)
+        self.num_embedded = len(head.embed_tokens.weight)
+        self.lock = target.lock  # they share modules, and the target's have hooks while it runs
+        self.visibility = Visibility.of(head)
+        if head.window is not None and not head.block_size:
+            self.visibility = Visibility(("sliding_attention",), head.window, None)
+
+    def __call__(
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        cache: SlotCache,
+        view_len: int,
+        *,
+        columns: Tensor | None = None,
+        num_logits: int | None = None,
+        features: Sequence[int] = (),
+        keeps_finite: bool = False,
+        states: Tensor | None = None,
+    ) -> Results:
+        """Feed entries, or a block. The only features are the states to be fed with the drafted tokens; of a block the
+        outputs of its slots, without logits."""
+        cache.at(positions, view_len, is_single=False, keeps_finite=keeps_finite)
+        with self.lock:
+            if states is None:
+                return Results(ids.new_empty(0), (self.model(ids, positions, view_len, cache.argument),), None)
+            mask = self.visibility.masks(positions, view_len, self.dtype)
+            normed, outputs = self.model(ids, states, positions.clamp_min(0), mask, cache.argument)
+            logits = self.model.lm_head(normed[:, -(num_logits or 0) :])
+            return Results(logits, (outputs,), None)
+
+
+def head_lm(head: Head, name: str, target: LM) -> LM:
+    """The ``LM`` of a head, for its weights, cache and programs; its ``forward`` is never called."""
+    backend = HeadForward(head, target)
+    lm = LM(backend, name=name, vocab_size=target.vocab_size, context_len=target.context_len)
     lm.token_ids = head.token_ids
-    if head.window is not None and not head.block_size:
-        lm.visibility = Visibility(("sliding_attention",), head.window, None)
-    lm.lock = target.lock  # they share modules, and the target's have hooks while it runs
     return lm
 
 

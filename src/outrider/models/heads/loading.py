@@ -19,7 +19,7 @@ from outrider.models.heads.block import load_block
 from outrider.models.heads.chains import load_eagle3, load_mtp, mtp_prefix
 from outrider.models.kinds import INDEX, PICKLED, WHOLE, building, check_counts, check_no_pickle, head_named
 from outrider.models.quantize import is_mlx
-from outrider.models.reading import held_file, reading
+from outrider.models.reading import open_file, reading
 from outrider.models.registry import ARITHMETICS, ModelSpec, is_gguf
 from outrider.runtime.lm import LM
 
@@ -47,7 +47,7 @@ _LOADERS: dict[str, Callable[..., Head]] = {
 def is_head(spec: ModelSpec) -> bool:
     """Whether a checkpoint is a head rather than a model, by its configuration, or by the tensors of a GGUF file.
     Raises ModelNotFound, ModelCorrupt."""
-    if (file := held_file(spec)) is not None:
+    if (file := open_file(spec)) is not None:
         from outrider.models.gguf.heads import is_gguf_head
 
         is_mtp = any(".nextn." in name for name in file.tensors) and "blk.0.attn_norm.weight" not in file.tensors

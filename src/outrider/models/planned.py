@@ -1,0 +1,104 @@
+"""From the files of a model to what the native engine runs: a plan, and weights under the names of its parameters.
+
+Transformers is not needed. A model whose files state what no plan knows, or name weights otherwise than the plan, is no
+planned model: Transformers loads it (loading.py).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from outrider.kernels.narrow_weight import NarrowWeight
+from outrider.models.cpu_weights import files_of, large_matrices, stored_type, without_weights
+from outrider.models.gguf.checkpoint import planned_weights
+from outrider.models.gguf.families import stated_model, transformers_config
+from outrider.models.gguf.file import GgufFile
+from outrider.models.kinds import ADAPTER_CONFIG, check_counts, check_head, check_task
+from outrider.models.memory import check_fits, tensor_shapes, types_of
+from outrider.models.quantize import plain_config
+from outrider.models.reading import read_config
+from outrider.models.registry import ModelSpec
+from outrider.native.families import plan_of
+from outrider.native.model_config import ModelConfig
+from outrider.native.plan import NotPlanned, weight_names
+from outrider.native.planned_model import PlannedModel
+from outrider.runtime.weight_tensors import Room
+
+_CPU = torch.device("cpu")
+
+
+def planned_file(spec: ModelSpec, file: GgufFile, num_digits: int, *, needs_blocks: bool) -> PlannedModel:
+    """Load a GGUF file. Raises NotPlanned, UnsupportedModel, ModelCorrupt, DeviceError.
+
+    Args:
+        num_digits: of the integers to which rows are rounded before products (``BlockForm``).
+        needs_blocks: a file without blocks is no planned model.
+    """
+    stated = stated_model(file, spec.name)
+    config = ModelConfig(stated.fields | {"_name_or_path": str(file.path)})
+    plan = plan_of(config)
+    weights = planned_weights(file, stated, config, plan, spec.name, num_digits)
+    if needs_blocks and not weights.has_blocks:
+        raise NotPlanned("no matrix stays in blocks")
+    check_fits(spec.name, weights.num_bytes, _CPU)
+
+    def build() -> Any:
+        built = transformers_config(stated, spec.name)
+        built.name_or_path = str(file.path)  # where its MTP layers are
+        return without_weights(built)
+
+    return PlannedModel(config, plan, weights.read_all(), build)
+
+
+def planned_folder(spec: ModelSpec) -> PlannedModel:
+    """Load a folder or hub repository with weights in safetensors. Raises NotPlanned, UnsupportedModel, ModelCorrupt,
+    DeviceError."""
+    config = ModelConfig(_stated(spec))
+    check_task(spec.name, config)
+    plan, files = plan_of(config), files_of(spec)
+    shapes = {name: shape for file in files for name, shape in tensor_shapes(file).items()}
+    names = weight_names(plan)
+    if missing := sorted(names - shapes.keys()):
+        raise NotPlanned(f"its files have no {missing[0]}")
+    if others := sorted(shapes.keys() - names - {"lm_head.weight"}):  # whose copy some files have that tie it
+        raise NotPlanned(f"its plan does not know {others[0]}")
+    if strange := types_of(files) - {"F32", "F16", "BF16"}:
+        raise NotPlanned(f"its files have weights of the type {min(strange)}")
+    stored, large = stored_type(types_of(files)), large_matrices(plan, shapes)
+    num_bytes = {name: math.prod(shapes[name]) * (stored.itemsize if name in large else 4) for name in sorted(names)}
+    check_fits(spec.name, sum(num_bytes.values()), _CPU)
+    room, tensors = Room(num_bytes.values()), {}
+    for file in files:
+        with safe_open(file, "pt") as opened:
+            for name in sorted(names.intersection(opened.keys())):
+                given, layout = opened.get_tensor(name), large.get(name)
+                is_narrow = name in large and (stored != torch.float32 or layout is not None)
+                given = given if layout is None else layout.rows(given)
+                given = given.to(stored if is_narrow else torch.float32)
+                kept = room.empty_like(given).copy_(given)
+                tensors[name] = NarrowWeight(kept, torch.float32, experts=layout) if is_narrow else kept
+    return PlannedModel(config, plan, tensors, lambda: without_weights(plain_config(read_config(spec))))
+
+
+def _stated(spec: ModelSpec) -> dict[str, Any]:
+    """The config.json of a model whose weights are not quantized. Raises NotPlanned, UnsupportedModel, ModelCorrupt."""
+    if spec.path is None:
+        from huggingface_hub import hf_hub_download
+
+        path = Path(hf_hub_download(str(spec.hub), "config.json"))
+    else:
+        path = spec.path / "config.json"
+    if not path.is_file() or (path.parent / ADAPTER_CONFIG).is_file():
+        raise NotPlanned("it is no model by itself")
+    stated: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    check_head(spec.name, stated)
+    check_counts(spec.name, stated)
+    if any(stated.get(key) for key in ("quantization_config", "quantization", "transformers_weights", "auto_map")):
+        raise NotPlanned("it is quantized, or names other files")
+    return stated | {"_name_or_path": spec.location}

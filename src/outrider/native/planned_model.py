@@ -1,0 +1,51 @@
+"""A model without code: its plan, and its weights under the names of their parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import cached_property
+from typing import Any
+
+from torch import Tensor, nn
+
+from outrider.native.model_config import ModelConfig
+from outrider.native.plan import Plan
+from outrider.runtime.weight_tensors import set_weights
+
+
+class PlannedModel:
+    """A model that the native engine can run.
+
+    Attributes:
+        config: the configuration that the files state.
+        tensors: weights and stored buffers by name, shared ones once.
+    """
+
+    def __init__(
+        self, config: ModelConfig, plan: Plan, tensors: Mapping[str, Tensor], build: Callable[[], nn.Module]
+    ) -> None:
+        """Take the function that builds the model in Transformers' code, without weights."""
+        self.config, self.plan, self.tensors, self._build = config, plan, dict(tensors), build
+
+    def parameters(self) -> Iterable[Tensor]:
+        return self.tensors.values()
+
+    def buffers(self) -> Iterable[Tensor]:
+        return ()
+
+    def state_dict(self, *, keep_vars: bool = True) -> dict[str, Tensor]:
+        """Weights by name; that of a tied LM head under its own name, too."""
+        is_tied = self.plan.head.weight == self.plan.embedding
+        return self.tensors | ({"lm_head.weight": self.tensors[self.plan.embedding]} if is_tied else {})
+
+    def with_tensors(self, plan: Plan, changed: Mapping[str, Tensor]) -> PlannedModel:
+        """This model with other weights under some names, and their plan; it shares all else."""
+        return PlannedModel(self.config, plan, self.tensors | dict(changed), self._build)
+
+    @cached_property
+    def module(self) -> Any:
+        """The model in Transformers' code, over the same weights: for heads, training, and the probe."""
+        model: Any = self._build()
+        missing = set_weights(model, self.state_dict())
+        assert not missing, missing
+        return model.eval()
