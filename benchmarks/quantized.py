@@ -30,9 +30,9 @@ from outrider.measure.arms import Arm, Case, interleave, summarise, warm_up
 from outrider.measure.tables import interval_text, new_table
 from outrider.measure.teacher_forcing import Text
 from outrider.models.registry import Placement
-from outrider.models.weights import num_bytes
 from outrider.system.provenance import provenance
 from outrider.text.example_prompts import PROMPTS
+from weight_bytes import num_bytes
 
 _FORMS = {
     "float32, plain": Placement(dtype="float32", store="plain"),

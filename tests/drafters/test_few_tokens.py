@@ -56,7 +56,7 @@ def test_a_planned_model(tmp_path: Path) -> None:
     """The LM head has rows of its own, if it is the embedding, too."""
     for is_tied in (True, False):
         whole = load(
-            save(tmp_path / str(is_tied), random_llama(tie_word_embeddings=is_tied)), None, device="cpu"
+            save(tmp_path / str(is_tied), random_llama(tie_word_embeddings=is_tied).float()), None, device="cpu"
         ).target
         chosen = torch.tensor([2, 3, 50, END])
         few = with_few_tokens(whole, chosen)

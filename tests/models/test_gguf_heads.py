@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from outrider.runtime.stand_in import StandIn
 from torch import Tensor
 
 import outrider
@@ -31,6 +30,7 @@ from outrider.kernels.narrow_weight import NarrowWeight
 from outrider.models import cpu_weights
 from outrider.models.heads.loading import load_head
 from outrider.models.registry import resolve
+from outrider.native.planned_model import PlannedModel
 from outrider.runtime.lm import LM
 
 _GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "gguf_heads.json").read_text())
@@ -81,10 +81,10 @@ def test_it_drafts_what_llama_drafts(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", MTP)
 def test_an_mtp_layer_drafts_what_llama_drafts(name: str, tmp_path: Path) -> None:
-    """From the target's own file, whose name has no suffix; and beside a target that is opened from notes."""
+    """From the target's own file, whose name has no suffix; and beside a target that runs in its own code."""
     file = write_mtp_case(name, tmp_path).rename(tmp_path / "sha256-0a1b")
-    decoder, again = (outrider.load(file) for _ in range(2))
-    assert isinstance(again.target.weights, StandIn) and not isinstance(decoder.target.weights, StandIn)
+    decoder, again = outrider.load(file), outrider.load(file, execution="eager")
+    assert isinstance(decoder.target.weights, PlannedModel) and not isinstance(again.target.weights, PlannedModel)
     (head,) = load_drafter(decoder, "mtp").models
     tokens, golden = _golden(name)
     _assert_close(_q(decoder.target, head, tokens), golden)

@@ -21,8 +21,9 @@ from outrider.kernels.narrow_weight import NarrowWeight
 from outrider.models import cpu_weights
 from outrider.models.quantize import rounded_to_groups, widened_groups
 from outrider.models.registry import QUANTIZATIONS
-from outrider.models.weights import num_bytes, quantized_share, weights_checksum, widened_weights
+from outrider.models.weights import quantized_share, weights_checksum, widened_weights
 from pairs import embedded, random_llama, save, zoo
+from weight_bytes import num_bytes
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torchao and bitsandbytes warn of what they will change
 

@@ -24,13 +24,14 @@ from outrider.decoder import Decoder
 from outrider.drafters.base import NO_DRAFTER
 from outrider.drafters.lookups import ngram_drafter
 from outrider.errors import OptionError, OutriderError
-from outrider.models.weights import num_bytes, weights_checksum
+from outrider.models.weights import weights_checksum
 from outrider.options import Sampling
 from outrider.runtime.cuda_graphs import CapturedExecution
 from outrider.runtime.lm import LM
 from outrider.sampling.rules import RULES
 from outrider.system.ranks import Ranks, current_ranks, take_part
 from pairs import save, word_tokenizer
+from weight_bytes import num_bytes
 
 torch.set_num_threads(1)
 PROMPTS = ["w1 w2 w3 w1 w2", "w5", "w9 w8 w7 w6"]

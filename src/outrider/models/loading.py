@@ -88,6 +88,8 @@ def load_checkpoint(spec: ModelSpec, placement: Placement = _ANYWHERE, *, is_tar
             num_bytes, load = _loader(job, config, file)
             check_fits(job.name, num_bytes, job.device, job.device_map, job.limits)
             model = load()
+        if file is not None:
+            model.config.name_or_path = str(file.path)  # where its MTP layers are
     tokenizer = load_tokenizer(spec, file)
     if file is not None:
         from outrider.models.gguf.vocabulary import end_ids as end_ids_of
@@ -104,7 +106,8 @@ def _load_planned(job: _Job, file: GgufFile | None) -> NativeForward | None:
     """Load a model of a known family straight from its files; None if Transformers must. Raises OptionError."""
     placed = job.placed
     is_stored = placed.quantization == "none" or file is not None and placed.quantization in ARITHMETICS
-    if not job.is_native or placed.execution not in ("auto", "native") or not is_stored:
+    is_asked = placed.execution in ("auto", "native") and placed.store != "plain"
+    if not (job.is_native and is_asked and is_stored):
         return None
     from outrider.models.planned import planned_file, planned_folder
 

@@ -40,6 +40,7 @@ def planned_file(spec: ModelSpec, file: GgufFile, num_digits: int, *, needs_bloc
         num_digits: of the integers to which rows are rounded before products (``BlockForm``).
         needs_blocks: a file without blocks is no planned model.
     """
+    check_head(spec.name, {"model_type": file.metadata.get("general.architecture")})
     stated = stated_model(file, spec.name)
     config = ModelConfig(stated.fields | {"_name_or_path": str(file.path)})
     plan = plan_of(config)

@@ -73,7 +73,6 @@ def read_config(spec: ModelSpec, file: GgufFile | None = None) -> Any:
             file = file or gguf_file(spec)
             kinds.check_head(spec.name, {"model_type": file.metadata.get("general.architecture")})
             config = gguf_config(file, spec.name)
-            config.name_or_path = str(file.path)  # where its MTP layers are
         kinds.check_kind(spec.name, config)
         kinds.auto_class(spec.name, config)
         if getattr(config.get_text_config(decoder=True), "attn_logit_softcapping", None) is not None:

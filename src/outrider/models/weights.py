@@ -48,15 +48,6 @@ def portable_tensors(weight: Tensor, num_rows: int | None = None) -> list[Tensor
     return [rows] if weight.order is None else [rows, weight.order]
 
 
-def num_bytes(model: nn.Module) -> int:
-    """Bytes of all weights and buffers, shared ones once."""
-    stored = [inner for tensor in (*model.parameters(), *model.buffers()) for inner in stored_tensors(tensor)]
-    # bitsandbytes moves the scales there when a layer is first used.
-    scales = [getattr(getattr(module, "state", None), "SCB", None) for module in model.modules()]
-    stored += [scale for scale in scales if isinstance(scale, Tensor)]
-    return sum({inner.data_ptr(): inner.numel() * inner.element_size() for inner in stored}.values())
-
-
 def quantized_share(model: nn.Module) -> float:
     """Fraction of the weights that is quantized, by count. Embeddings and the LM head are not, nor are layers whose
     width the group size does not divide."""

@@ -301,7 +301,8 @@ FAMILIES: plan.Families = {
     ),
     "nemotron_h": (
         _nemotron_h,
-        "layers_block_type hybrid_override_pattern mlp_hidden_act mlp_bias ssm_state_size mamba_num_heads mamba_head_dim mamba_hidden_act "
+        "layers_block_type hybrid_override_pattern "
+        "mlp_hidden_act mlp_bias ssm_state_size mamba_num_heads mamba_head_dim mamba_hidden_act "
         "n_groups conv_kernel time_step_min use_conv_bias use_bias layer_norm_epsilon "
         "n_routed_experts moe_intermediate_size moe_shared_expert_intermediate_size moe_latent_size "
         "num_experts_per_tok routed_scaling_factor n_group topk_group norm_topk_prob "

@@ -253,7 +253,7 @@ class MtpHead(Head):
 
 def mtp_prefix(found: Iterable[str], target: LM) -> str:
     """The beginning of the names of MTP weights in a target's checkpoint. Raises UnsupportedModel: there are none."""
-    config = target.model.config.get_text_config(decoder=True)
+    config = target.weights.config.get_text_config(decoder=True)
     pattern = rf"(model\.)?mtp\.|(model\.(language_model\.)?)?layers\.{config.num_hidden_layers}\."
     prefixes = [match.group() for name in found if (match := re.match(pattern, name))]
     if not prefixes:

@@ -21,6 +21,7 @@ from outrider.models.kinds import INDEX, PICKLED, WHOLE, building, check_counts,
 from outrider.models.quantize import is_mlx
 from outrider.models.reading import open_file, reading
 from outrider.models.registry import ARITHMETICS, ModelSpec, is_gguf
+from outrider.native.planned_model import PlannedModel
 from outrider.runtime.lm import LM
 
 _MTP_PREFIX = "mtp."
@@ -138,7 +139,8 @@ def digits_beside(target: LM) -> int | None:
     the native engine has one number of them. None if the target has no weights as they are stored."""
     narrow = [one for one in target.weights.parameters() if isinstance(one, NarrowWeight)]
     own = [one.blocks.num_digits for one in narrow if one.blocks is not None]
-    return None if not narrow else max(own, default=ARITHMETICS["a8"])
+    keeps = narrow or isinstance(target.weights, PlannedModel)
+    return max(own, default=ARITHMETICS["a8"]) if keeps else None
 
 
 def load_mtp_of(target: LM, *, allow_pickle: bool = False) -> LM:
@@ -148,9 +150,8 @@ def load_mtp_of(target: LM, *, allow_pickle: bool = False) -> LM:
         UnsupportedModel: it has none.
         ModelCorrupt, ModelNotFound
     """
-    check_target(target)
-    model = target.model
-    location = str(getattr(model.config, "_name_or_path", "") or "")
+    config = target.weights.config
+    location = str(getattr(config, "_name_or_path", "") or "")
     if not location:
         raise UnsupportedModel(
             f"{target.name} is a model in memory that was not loaded from files: it has no MTP layers"
@@ -161,12 +162,15 @@ def load_mtp_of(target: LM, *, allow_pickle: bool = False) -> LM:
             from outrider.models.gguf.file import GgufFile
             from outrider.models.gguf.heads import gguf_mtp
 
-            tensors = gguf_mtp(GgufFile.open(Path(location)), name, model.config, digits_beside(target))
-            if not tensors:
+            file = GgufFile.open(Path(location))
+            if not any(".nextn." in tensor for tensor in file.tensors):
                 raise UnsupportedModel(f"the file of {target.name} has no MTP layers: choose another draft")
+            check_target(target)
+            tensors = gguf_mtp(file, name, config, digits_beside(target))
         else:
             files = find_tensors(location, allow_pickle=allow_pickle)
             prefix = mtp_prefix(files, target)
+            check_target(target)
             tensors = without_fp8(read_tensors(location, files, prefix), read_config(location))
         return head_lm(load_mtp(tensors, prefix, name, target), f"{target.name}:{MTP}", target)
 
