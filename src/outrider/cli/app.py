@@ -99,15 +99,15 @@ class _Commands(TyperGroup):
         return super().parse_args(ctx, args)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
-        name, entry, rest = super().resolve_command(ctx, args)
-        return name, entry and command_of(str(name)), rest
+        name, command, rest = super().resolve_command(ctx, args)
+        return name, command_of(str(name)) if command and ctx.parent is None else command, rest
 
 
 def command_of(name: str) -> Any:
     """Command or group of commands, with its options. Imports its module."""
     (words,) = (words for words in EXAMPLES if words.split()[0] == name)
     *group, leaf = words.split()
-    made = typer.Typer(add_completion=False)
+    made = typer.Typer(cls=_Commands, add_completion=False)
     if group:  # keeps "multiplication" a word of the command line, though it is the only command
         made.callback(help=_COMMANDS["Trust and score"][words])(lambda: None)
     module = import_module(f"outrider.cli.commands.{name.replace('-', '_')}")
