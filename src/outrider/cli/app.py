@@ -93,7 +93,7 @@ class _Commands(TyperGroup):
     """Commands, of which only the one that runs is imported."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        for option in self.get_params(ctx):  # Typer's own have None, which Typer reads by Pydantic: 45 ms to import
+        for option in self.get_params(ctx):  # Typer's own default to None, which Typer imports Pydantic to read
             if getattr(option, "is_flag", False):
                 option.default = option.default or False
         return super().parse_args(ctx, args)
