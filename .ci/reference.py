@@ -14,7 +14,7 @@ import json_page
 import typer
 from api_page import api
 
-from outrider.cli.app import EXAMPLES, app
+from outrider.cli.app import EXAMPLES, app, command_of
 
 FEW = 3  # commands with the same row of options: it is written once
 HEAD = """# Commands
@@ -92,7 +92,7 @@ def _examples(name: str) -> str:
 
 def commands() -> str:
     """The page of all commands, in the order of ``outrider --help``. Rows of several commands are written once."""
-    found = _leaves(typer.main.get_command(app).commands)
+    found = _leaves({name: command_of(name) for name in typer.main.get_command(app).commands})
     rows = {name: _rows(command) for name, command in found.items()}
     counts = Counter(row for below in rows.values() for row in below)
     shared = [row for row in counts if counts[row] >= FEW]

@@ -84,11 +84,19 @@ def test_imports_go_neither_up_nor_in_circles() -> None:
 
 
 def test_the_command_line_starts_without_torch() -> None:
-    """What is imported at the top is clean all the way down, in every command."""
-    code = (
-        "import sys, outrider, outrider.records, outrider.errors, outrider.cli.app;"
-        "sys.exit(str(heavy) if (heavy := sys.modules.keys() & {'torch', 'transformers', 'scipy', 'numpy'}) else 0)"
-    )
+    """What is imported at the top is clean all the way down, in every command, and so is all help; that of the program
+    imports no command."""
+    code = """
+import sys, outrider.records
+from outrider.cli.app import EXAMPLES, app
+app(["--help"], standalone_mode=False)
+assert not [name for name in sys.modules if name.startswith("outrider.cli.commands.")]
+for words in ("eval", *EXAMPLES):
+    app([*words.split(), "--help"], standalone_mode=False)
+    assert "outrider.cli.commands." + words.split()[0].replace("-", "_") in sys.modules
+heavy = "asyncio httpx huggingface_hub jinja2 multiprocessing numpy psutil pydantic safetensors scipy tokenizers torch"
+sys.exit(str(found) if (found := sys.modules.keys() & {"transformers", *heavy.split()}) else 0)
+"""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 

@@ -47,6 +47,8 @@ def test_help_has_all_options_and_the_examples(outrider: Outrider, monkeypatch: 
     assert " ".join(f"Usage: outrider {words}".split()) in shown
     params = [param for param in command_of(words).params if param.param_type_name == "option" and not param.hidden]
     assert [param.opts[0] for param in params if not re.search(rf"{param.opts[0]}[ ,]", shown)] == []
+    for name, entry in () if words else command_of("").commands.items():
+        assert command_of(name).help.startswith(entry.short_help.removesuffix("."))
     for example in EXAMPLES.get(words, ()):
         assert re.search(rf"^ outrider {re.escape(example)} *$", shown, re.MULTILINE)
         params = command_of(words).make_context(words, shlex.split(example.removeprefix(words))).params

@@ -69,7 +69,7 @@ def parsed(outrider: Outrider, monkeypatch: pytest.MonkeyPatch) -> Any:
         seen.append(setup)
         raise PromptError("enough")
 
-    monkeypatch.setattr(command, "LocalWorker", stop)
+    monkeypatch.setattr("outrider.cli.shared.prompt_job.LocalWorker", stop)
     monkeypatch.setattr(command, "read_prompt", lambda text: seen.append(text) or "?")
     monkeypatch.setattr(command, "over_checkpoint", lambda sampling, *_: sampling)
 

@@ -100,8 +100,8 @@ def check_options(rest: list[str]) -> None:
     command = command_of("")
     context = command.make_context("outrider", [], resilient_parsing=True)
     while hasattr(command, "commands") and rest and not rest[0].startswith("-"):
-        command = command.commands[rest[0]]
-        context, rest = type(context)(command, info_name=rest[0], parent=context), rest[1:]
+        name, command, rest = command.resolve_command(context, rest)
+        context = type(context)(command, info_name=name, parent=context)
     command.make_parser(context).parse_args(list(rest))
 
 

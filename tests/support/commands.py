@@ -11,7 +11,7 @@ import pytest
 from typer.main import get_command
 
 from documents import check, check_lines
-from outrider.cli.app import app
+from outrider.cli import app
 from outrider.cli.shared.output import title_of
 
 _WITHOUT_MODELS = "models", "analyze", "export"
@@ -40,8 +40,9 @@ Outrider = Callable[..., Ended]
 @cache
 def command_of(words: str) -> Any:
     """A command by its words."""
-    command: Any = get_command(app)
-    for word in words.split():
+    first, *others = words.split() or [""]
+    command: Any = app.command_of(first) if first else get_command(app.app)
+    for word in others:
         command = command.commands[word]
     return command
 

@@ -5,52 +5,37 @@ from __future__ import annotations
 import errno
 import os
 import sys
-from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import typer
+from typer.core import TyperGroup
 
-from outrider.cli.commands import (
-    certify,
-    certify_samples,
-    chat,
-    compare,
-    distill,
-    eval,
-    export,
-    generate,
-    latency,
-    models,
-    plan,
-    replay,
-    serve,
-)
 from outrider.cli.shared.output import log_to_stderr, say
-from outrider.cli.shared.processes import run_together
 from outrider.errors import OutriderError
 from outrider.system.ranks import is_one_of_several
 
 _PARSE_ERROR: Any = typer.BadParameter.__base__  # of unknown options and commands, and of values out of range
 _PAIR = "qwen3-8b --draft qwen3-0.6b"
-_COMMANDS: dict[str, dict[str, Callable[..., None]]] = {
+_COMMANDS = {  # with the beginning of their help, so that ``--help`` imports none of them
     "Generate": {
-        "generate": generate.generate,
-        "chat": chat.chat,
-        "serve": serve.serve,
-        "compare": compare.compare,
-        "latency": latency.latency,
+        "generate": "Generate text from a prompt, or from a file of prompts.",
+        "chat": "Chat with a model.",
+        "serve": "Serve a target and its draft over OpenAI's API.",
+        "compare": "Race plain against speculative decoding.",
+        "latency": "Time target, drafts and pairs at each K.",
     },
     "Choose a draft": {
-        "models": models.models,
-        "plan": plan.plan,
-        "replay": replay.replay,
+        "models": "List the known models, with their sizes.",
+        "plan": "Predict the speed-up of every draft and K.",
+        "replay": "Compute tokens per round of drafts from a log.",
     },
-    "Train": {"distill": distill.distill},
-    "Hand over": {"export": export.export},
+    "Train": {"distill": "Train a draft to match the target's distribution."},
+    "Hand over": {"export": "Write the files to serve a pair with another engine."},
     "Trust and score": {
-        "certify": certify.certify,
-        "certify-samples": certify_samples.certify_samples,
-        "eval multiplication": eval.multiplication,
+        "certify": "Test that a draft does not change the distribution.",
+        "certify-samples": "Test whether samples follow their model's distribution.",
+        "eval multiplication": "Score a task with and without speculative decoding.",
     },
 }
 _EXAMPLES = f"""\
@@ -103,23 +88,43 @@ a folder or id of Hugging Face, or a name of "outrider models".
 
 All commands: outrider --help"""
 
+
+class _Commands(TyperGroup):
+    """Commands, of which only the one that runs is imported."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        for option in self.get_params(ctx):  # Typer's own default to None, which Typer imports Pydantic to read
+            if getattr(option, "is_flag", False):
+                option.default = option.default or False
+        return super().parse_args(ctx, args)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
+        name, command, rest = super().resolve_command(ctx, args)
+        return name, command_of(str(name)) if command and ctx.parent is None else command, rest
+
+
+def command_of(name: str) -> Any:
+    """Command or group of commands, with its options. Imports its module."""
+    (words,) = (words for words in EXAMPLES if words.split()[0] == name)
+    *group, leaf = words.split()
+    made = typer.Typer(cls=_Commands, add_completion=False)
+    if group:  # keeps "multiplication" a word of the command line, though it is the only command
+        made.callback(help=_COMMANDS["Trust and score"][words])(lambda: None)
+    module = import_module(f"outrider.cli.commands.{name.replace('-', '_')}")
+    epilog = "\n\n".join(("Examples:", *(f"outrider {line}" for line in EXAMPLES[words])))
+    made.command(leaf, epilog=epilog)(getattr(module, leaf.replace("-", "_")))
+    return typer.main.get_command(made)
+
+
 app = typer.Typer(
     name="outrider",
+    cls=_Commands,
     help="Generate faster with a large language model by speculative sampling, with exactly its distribution.",
     pretty_exceptions_enable=False,
 )
-_eval = typer.Typer(help="Score a task with and without speculative decoding.")
-for _panel, _commands in _COMMANDS.items():
-    for _name, _command in _commands.items():
-        _epilog = "\n\n".join(("Examples:", *(f"outrider {words}" for words in EXAMPLES[_name])))
-        _parent, _name = (_eval, _name.removeprefix("eval ")) if _name.startswith("eval ") else (app, _name)
-        _parent.command(_name, rich_help_panel=_panel, epilog=_epilog)(_command)
-app.add_typer(_eval, name="eval", rich_help_panel="Trust and score")
-
-
-@_eval.callback()
-def _eval_root() -> None:
-    pass  # keeps "multiplication" a word of the command line, though it is the only command
+for _panel, _texts in _COMMANDS.items():
+    for _words, _text in _texts.items():
+        app.command(_words.split()[0], short_help=_text, rich_help_panel=_panel)(lambda: None)
 
 
 @app.callback(invoke_without_command=True)
@@ -152,6 +157,8 @@ def main() -> None:
         os.environ.setdefault("TQDM_DISABLE", "1")  # else bars of libraries fill files and pipes
     # Each process of distill has the whole target, and they share the training sequences.
     if is_one_of_several() and "distill" not in sys.argv[1:2]:
+        from outrider.cli.shared.processes import run_together
+
         run_together(_run, _mistake)
     try:
         code = _run()

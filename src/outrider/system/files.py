@@ -6,7 +6,6 @@ import errno
 import json
 import os
 import re
-import secrets
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -107,7 +106,7 @@ def write_whole(path: Path, data: bytes, *, mode: int = 0o666) -> None:
     If several write the same file concurrently, the last one wins. They may be threads, or processes that share only
     the folder, so the temporary file has a random name.
     """
-    part = path.with_name(f"{path.name}.{secrets.token_hex(8)}.part")
+    part = path.with_name(f"{path.name}.{os.urandom(8).hex()}.part")
     stream = open(part, "xb", opener=lambda name, flags: os.open(name, flags, mode))
     try:
         with stream:

@@ -34,7 +34,6 @@ from outrider.cli.shared.template_options import TemplateOptions, encode_lines
 from outrider.errors import OptionError
 from outrider.options import DEFAULT_NUM_DRAFT_TOKENS, Sampling
 from outrider.system.files import short_names
-from outrider.system.provenance import sha256_of
 
 _option = partial(typer.Option, rich_help_panel="Statistics")
 _DEFAULT_BUDGET = "5m"
@@ -98,6 +97,7 @@ def certify(
         from outrider.certify.run import LEAST_NUM_TOKENS, CertifyTask, run_checks, run_pilot
         from outrider.certify.run import certify as judge
         from outrider.models.weights import weights_checksum
+        from outrider.system.provenance import sha256_of
 
     if num_tokens is not None and num_tokens < LEAST_NUM_TOKENS:
         raise OptionError("--num-tokens", num_tokens, f"a whole number >= {LEAST_NUM_TOKENS}")

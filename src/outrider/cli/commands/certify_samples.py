@@ -26,7 +26,6 @@ from outrider.cli.shared.progress import progress
 from outrider.cli.shared.server_samples import ServerSamples
 from outrider.cli.shared.template_options import TemplateOptions
 from outrider.errors import FileError, OptionError, PromptError
-from outrider.offline.jsonl import SampleLine, read_samples
 from outrider.system.files import short_name
 
 if TYPE_CHECKING:
@@ -35,6 +34,7 @@ if TYPE_CHECKING:
     from outrider.certify.certificate import Certificate, ControlReport
     from outrider.certify.samples import SampledText
     from outrider.decoder import Decoder
+    from outrider.offline.jsonl import SampleLine
 
 _NAMES = tuple(field.name for field in fields(SamplingOptions))
 _OF_SERVERS = {field.name for group in (ServerSamples, TemplateOptions) for field in fields(group)}
@@ -75,6 +75,8 @@ def certify_samples(
 
     Sampling options are those of the samples, for lines without options of their own. Each sample must have its own
     seed."""
+    from outrider.offline.jsonl import read_samples
+
     if seed < 0:
         raise OptionError("--seed", seed, "a whole number >= 0")
     if servers.server is None:

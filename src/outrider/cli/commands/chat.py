@@ -28,15 +28,15 @@ from outrider.cli.shared.progress import until_first
 from outrider.cli.shared.template_options import TemplateOptions
 from outrider.cli.shared.terminal import Writer, without_caret
 from outrider.errors import FileError, OptionError, OutriderError
-from outrider.records import Chunk, Completion, Timing
 from outrider.system.files import short_name, short_names
-from outrider.text.chat import Chat, ChatOptions
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from outrider.decoder import Decoder
+    from outrider.records import Chunk
     from outrider.requests.session import Session
+    from outrider.text.chat import Chat, ChatOptions
 
 _ANSWER_TOKENS = 1024
 _SMALL_CHAT = "smollm2"  # the target if none is given, where its package is installed
@@ -133,6 +133,8 @@ class Conversation:
     def prompt(self, text: str) -> Chat | str | None:
         """The prompt for an answer to this text; None if there is nothing to answer."""
         if self.options is not None:
+            from outrider.text.chat import Chat
+
             said = [
                 *(one for turn in self.turns for one in zip(("user", "assistant"), turn, strict=True)),
                 ("user", text),
@@ -181,6 +183,8 @@ def _answer(
 ) -> list[str]:
     """Write an answer as it is generated, and numbers about it. Returns its text; nothing if it was interrupted before
     the first token."""
+    from outrider.records import Completion, Timing
+
     ids = decoder.encode(prompt)
     chunks: list[Chunk] = []
     writer = Writer(console)

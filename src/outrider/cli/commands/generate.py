@@ -27,22 +27,20 @@ from outrider.cli.shared.options import (
 from outrider.cli.shared.output import console_for, make_document, report_context_limit, say, write_document
 from outrider.cli.shared.pair_options import PairOptions, single_k
 from outrider.cli.shared.progress import progress, until_first
-from outrider.cli.shared.prompt_job import LocalWorker, Setup, Workers, run_job
 from outrider.cli.shared.ray_workers import RayOptions, open_ray_workers
 from outrider.cli.shared.template_options import TemplateOptions, hint_at_chat, read_prompt
 from outrider.cli.shared.terminal import Writer, without_caret
 from outrider.errors import OptionError
-from outrider.offline.output_file import Totals, row_of, stats_of
-from outrider.offline.prompt_file import open_prompts, parse_shard
-from outrider.offline.prompt_row import PromptLine
 from outrider.options import Sampling
-from outrider.records import Chunk, Completion, Timing
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from outrider.certify.divergence import GreedyReport
+    from outrider.cli.shared.prompt_job import Setup, Workers
     from outrider.decoder import Decoder
+    from outrider.offline.output_file import Totals
+    from outrider.records import Chunk
 
 _STYLES = {"accepted": "green", "correction": "bold red", "bonus": "bold blue"}
 
@@ -117,6 +115,11 @@ def generate(
     ):
         if verify_bytes and is_unproven:
             raise OptionError("--verify-bytes", True, remedy)
+
+    from outrider.cli.shared.prompt_job import LocalWorker, Setup, run_job
+    from outrider.offline.output_file import Totals
+    from outrider.offline.prompt_file import open_prompts, parse_shard
+
     part = parse_shard(shard)
     cluster.check(pair)
     with ExitStack() as files:
@@ -181,6 +184,10 @@ def _show(
     setup: Setup, decoder: Decoder, prompt: str, console: Console, has_colours: bool, totals: Totals
 ) -> dict[str, Any]:
     """Print the text of a prompt as it is generated. Returns its row."""
+    from outrider.offline.output_file import row_of, stats_of
+    from outrider.offline.prompt_row import PromptLine
+    from outrider.records import Completion, Timing
+
     ids = setup.encode(decoder, prompt)
     report_context_limit(decoder.target.name, decoder.target.context_len, [ids], setup.options["max_new_tokens"])
     chunks: list[Chunk] = []

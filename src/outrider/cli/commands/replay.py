@@ -16,9 +16,7 @@ from outrider.cli.shared.output import say, show_table
 from outrider.cli.shared.pair_options import DraftOptions, PairOptions, set_threads
 from outrider.cli.shared.progress import count_items, progress
 from outrider.errors import FileError, OptionError
-from outrider.offline.prompt_file import read_prompts
 from outrider.options import DEFAULT_ACCEPTANCE, Sampling
-from outrider.pages.reports import rounds_table
 
 if TYPE_CHECKING:
     from outrider.drafters.base import Drafter
@@ -170,6 +168,8 @@ def replay(
     ran = next((lm for drafter in loaded.values() for lm in drafter.models), None)
     report.finish("replay", settings, body, ran)
     if per_prompt:
+        from outrider.pages.reports import rounds_table
+
         show_table(report.console(), rounds_table("Rounds", arms_json(drawn)))
     if log_format == "tensors":
         report.console().print("Note: assumes greedy outputs, each ended by its length limit")
@@ -197,6 +197,7 @@ def _foreign(log: Path, prompts: Path, tokenizer_of: str, models: Path | None) -
     from outrider.measure.rounds_file import read_tensors
     from outrider.models.reading import load_tokenizer
     from outrider.models.registry import resolve
+    from outrider.offline.prompt_file import read_prompts
     from outrider.text.chat import Chat
     from outrider.text.tokenizer import encode, fingerprint, vocab_size
 

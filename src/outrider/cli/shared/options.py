@@ -17,6 +17,7 @@ from outrider.cli.shared.progress import progress
 from outrider.errors import FileError, OptionError
 from outrider.options import MAX_NUM_DRAFT_TOKENS, NumDraftTokens, Sampling
 from outrider.system.files import read_text, short_name
+from outrider.system.resources import gc_paused
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -218,7 +219,7 @@ def over_checkpoint(
     from outrider.models.sampling_defaults import stated_sampling
 
     spec = resolve(target, models)
-    with progress(f"reading {short_name(target)}"):
+    with progress(f"reading {short_name(target)}"), gc_paused():  # of a GGUF file: imports PyTorch
         stated = stated_sampling(spec, choice)
     taken = not_given(context, stated.defaults)
     if line := stated.text(short_name(spec.name), taken):

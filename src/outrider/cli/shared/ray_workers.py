@@ -12,16 +12,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from outrider.cli.shared.options import MACHINE_PANEL
 from outrider.cli.shared.pair_options import PairOptions
-from outrider.cli.shared.prompt_job import Length, LocalWorker, Prompts, Setup
 from outrider.errors import DeviceError, MissingExtra, OptionError, WorkerError
-from outrider.records import Stats
 from outrider.system.ranks import current_ranks
+
+if TYPE_CHECKING:
+    from outrider.cli.shared.prompt_job import Length, Prompts, Setup
+    from outrider.records import Stats
 
 _MOST_ROUNDS = 8  # prompts per slot in a batch: slots idle at its end, and its rows are written then
 
@@ -170,6 +172,8 @@ class _RemoteWorker:
     """A worker in its own process. Results of a batch are sent together."""
 
     def __init__(self, setup: Setup, num_slots: int) -> None:
+        from outrider.cli.shared.prompt_job import LocalWorker
+
         self._worker = LocalWorker(setup, num_slots)
 
     def lengths(self, prompts: Prompts) -> list[Length]:

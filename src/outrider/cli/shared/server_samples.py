@@ -17,7 +17,6 @@ from outrider.cli.shared.output import as_read, json_text
 from outrider.cli.shared.progress import progress
 from outrider.cli.shared.template_options import TemplateOptions, encode_lines
 from outrider.errors import OptionError, WorkerError
-from outrider.offline.output_file import open_output
 from outrider.options import Sampling
 
 if TYPE_CHECKING:
@@ -89,6 +88,7 @@ class ServerSamples:
             FileError, OptionError, PromptError, WorkerError
         """
         from outrider.offline.endpoints import Endpoint, samples
+        from outrider.offline.output_file import open_output
 
         options = sampling.to_options(seed=seed, num_seeds=self.num_texts, max_new_tokens=self.max_new_tokens)
         given = template.read(self.prompts)

@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING, Any
 from outrider.cli.shared.options import field_of
 from outrider.cli.shared.output import say
 from outrider.errors import FileError, OptionError, PromptError
-from outrider.offline.prompt_file import read_prompts
-from outrider.offline.prompt_row import PromptLine
 from outrider.system.files import short_name
-from outrider.text.chat import Chat, ChatOptions
 
 if TYPE_CHECKING:
     from outrider.decoder import Decoder
+    from outrider.offline.prompt_row import PromptLine
+    from outrider.text.chat import Chat, ChatOptions
 
 
 @dataclass(frozen=True)
@@ -49,6 +48,8 @@ class TemplateOptions:
 
     @property
     def options(self) -> ChatOptions:
+        from outrider.text.chat import ChatOptions
+
         return ChatOptions(system=self.system, chat_template_kwargs=json.loads(self.chat_template_kwargs or "{}"))
 
     def to_json(self) -> dict[str, Any]:
@@ -56,6 +57,8 @@ class TemplateOptions:
 
     def prompt(self, given: str | Chat) -> str | Chat:
         """A prompt with these options, and its own, which override them. Raises OptionError."""
+        from outrider.text.chat import Chat
+
         if isinstance(given, Chat):
             return Chat(given.messages, given.options.over(self.options))
         return Chat(given, self.options) if self.is_chat else given  # type: ignore[arg-type]
@@ -63,6 +66,8 @@ class TemplateOptions:
     def read(self, path: Path | None) -> list[PromptLine]:
         """The prompts of a file, which have no sampling options of their own; None: the built-in texts. Raises
         FileError, OptionError."""
+        from outrider.offline.prompt_file import read_prompts
+        from outrider.offline.prompt_row import PromptLine
         from outrider.text.example_prompts import PROMPTS
 
         texts = [PromptLine(f"prompt {index}", text) for index, text in enumerate(PROMPTS)]
