@@ -22,11 +22,9 @@ class TokenBytes:
     """Reads tokens as bytes: see ``token_bytes``. In some tokenizers each byte is written as a letter."""
 
     def __init__(self, tokenizer: Any, has_letters: bool) -> None:
-        from transformers.convert_slow_tokenizer import bytes_to_unicode
-
         self._name_of, self.has_letters = tokenizer.convert_ids_to_tokens, has_letters
         self._added = frozenset(tokenizer.added_tokens_decoder)
-        self._letters: dict[int, str] = bytes_to_unicode()
+        self._letters = _letters()
         self._bytes = {letter: byte for byte, letter in self._letters.items()}
 
     def of(self, token_id: int) -> bytes:
@@ -41,6 +39,13 @@ class TokenBytes:
     def written(self, text: bytes) -> str:
         """A text as tokens write it. Raises UnicodeDecodeError: it is no whole characters, which tokens need here."""
         return "".join(map(self._letters.__getitem__, text)) if self.has_letters else text.decode().replace(" ", "▁")
+
+
+def _letters() -> dict[int, str]:
+    """Letters of bytes, as GPT-2 writes them: the byte's own where it is shown in Latin-1, else one after those."""
+    shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in shown]
+    return {byte: chr(byte) for byte in shown} | {byte: chr(256 + n) for n, byte in enumerate(others)}
 
 
 @lru_cache(maxsize=8)
