@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from outrider.errors import ModelCorrupt, ModelNotFound
 from outrider.models.reading import load_tokenizer
 from outrider.models.registry import ModelSpec
 from outrider.text.fast_tokenizer import ROLES, FastTokenizer
-from pairs import byte_level_tokenizer, metaspace_tokenizer, word_tokenizer, zoo
+from pairs import byte_level_tokenizer, embedded_tokenizer, metaspace_tokenizer, word_tokenizer, zoo
 
 SPECIAL = {"content": "<end>", "lstrip": False, "rstrip": True, "normalized": False, "single_word": False}
 STATED = {"bos_token": "<s>", "eos_token": "<end>", "unk_token": None, "pad_token": None}
@@ -141,7 +142,12 @@ def test_files_mean_what_they_mean_in_transformers(case: str, tmp_path: Path) ->
     text=st.text(max_size=40) | st.lists(st.sampled_from(("Once", " upon", "<|endoftext|>", "\n", "é"))).map("".join)
 )
 def test_texts_of_the_embedded_tokenizer(text: str) -> None:
-    _check(load_tokenizer(ModelSpec("fable", zoo("fable"))), AutoTokenizer.from_pretrained(zoo("fable")), text)
+    _check(embedded_tokenizer(), _embedded_in_transformers(), text)
+
+
+@cache
+def _embedded_in_transformers() -> Any:
+    return AutoTokenizer.from_pretrained(zoo("fable"))
 
 
 def test_the_cache_of_the_hub_is_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -139,8 +139,7 @@ def load_processor(spec: ModelSpec) -> Any | None:
 
     try:
         processor = transformers.AutoProcessor.from_pretrained(spec.location, trust_remote_code=False)
-        if (theirs := getattr(processor, "tokenizer", None)) is not None and theirs.is_fast:
-            restate(theirs, load_tokenizer(spec))
+        restate(getattr(processor, "tokenizer", None), load_tokenizer(spec))
         return processor
     except Exception as error:  # whatever its libraries raise
         _LOG.info("%s reads no images in chats: %s", spec.name, " ".join(str(error).split())[:300])

@@ -64,6 +64,8 @@ def _by_class(location: str) -> Any:
 
 def restate(theirs: Any, ours: Any) -> None:
     """Give a tokenizer of Transformers, that of a processor, the parts of one that was read here."""
+    if not isinstance(ours, FastTokenizer) or not getattr(theirs, "is_fast", False):
+        return
     backend: Tokenizer = theirs.backend_tokenizer
     for part in _PARTS:
         setattr(backend, part, getattr(ours.backend_tokenizer, part))

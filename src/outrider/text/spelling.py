@@ -42,10 +42,12 @@ class TokenBytes:
 
 
 def _letters() -> dict[int, str]:
-    """Letters of bytes, as GPT-2 writes them: the byte's own where it is shown in Latin-1, else one after those."""
-    shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in shown]
-    return {byte: chr(byte) for byte in shown} | {byte: chr(256 + n) for n, byte in enumerate(others)}
+    """Letters of bytes, as GPT-2 writes them: the byte's own in Latin-1 if it is shown, else the next one after."""
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    letters = sorted(ByteLevel.alphabet())
+    others = (letter for letter in letters if ord(letter) > 0xFF)
+    return {byte: chr(byte) if chr(byte) in letters else next(others) for byte in range(256)}
 
 
 @lru_cache(maxsize=8)
