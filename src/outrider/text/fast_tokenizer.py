@@ -71,12 +71,13 @@ class FastTokenizer:
 
     def decode(
         self,
-        token_ids: Sequence[int],
+        token_ids: int | Sequence[int],
         *,
         skip_special_tokens: bool = False,
         clean_up_tokenization_spaces: Literal[False] = False,
     ) -> str:
-        return self.backend_tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        ids = [token_ids] if isinstance(token_ids, int) else token_ids
+        return self.backend_tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
 
     def get_vocab(self) -> dict[str, int]:
         return self.backend_tokenizer.get_vocab()
