@@ -20,7 +20,7 @@ from hybrids import tiny_models
 from outrider import assisted
 from outrider.errors import OptionError, PromptError, UnsupportedModel
 from outrider.runtime.modules import cache_argument
-from pairs import embedded, random_llama
+from pairs import embedded, random_llama, zoo
 from toys import perturbed
 
 CACHE = cache_argument(tf.LlamaForCausalLM)
@@ -169,7 +169,7 @@ class Written(tf.TextStreamer):
 
 
 def test_streamer_and_stop_strings_are_arguments_of_ours() -> None:
-    model, tokenizer = embedded().target.model, embedded().tokenizer
+    model, tokenizer = embedded().target.model, tf.AutoTokenizer.from_pretrained(zoo("fable"))
     given = {**tokenizer("Once upon a time", return_tensors="pt"), "max_new_tokens": 16, "pad_token_id": PAD}
     stop = tokenizer.decode(model.generate(**given)[0, -4:])
     stopped = model.generate(**given, stop_strings=[stop], tokenizer=tokenizer)

@@ -4,7 +4,7 @@ The template is a program of the model's authors, which ignores variables that i
 does not read is refused by name. A chat ends with the token that its template writes after an answer, too, if the
 checkpoint names another end.
 
-Sources: Transformers' chat templates (``apply_chat_template``); the names are those of vLLM's chat requests.
+Source: the names are those of vLLM's chat requests.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
-from functools import lru_cache
 from itertools import takewhile
 from typing import Any
 
@@ -242,7 +241,9 @@ def _checked_kwargs(tokenizer: Any, options: ChatOptions) -> dict[str, Any]:
     """Further variables for the template, which reads all options. Raises OptionError."""
     if options.chat_template and "{" not in options.chat_template and not isinstance(tokenizer.chat_template, dict):
         raise OptionError("chat_template", options.chat_template, "the model has no named templates")
-    variables = _variables_of(tokenizer.get_chat_template(options.chat_template, list(options.tools) or None))
+    from outrider.text.templates import variables_of
+
+    variables = variables_of(tokenizer.get_chat_template(options.chat_template, list(options.tools) or None))
     kwargs, own = dict(options.chat_template_kwargs), inspect.signature(tokenizer.apply_chat_template).parameters
     effort = kwargs.get("reasoning_effort")
     if effort == "on" and not {*_THINKING, "reasoning_effort"} & variables:
@@ -269,16 +270,6 @@ def _checked_kwargs(tokenizer: Any, options: ChatOptions) -> dict[str, Any]:
             remedy = f"the model's chat template does not read {name!r}, but {known or 'no such variables'}"
             raise OptionError("chat_template_kwargs", kwargs, remedy)
     return kwargs
-
-
-@lru_cache(maxsize=8)
-def _variables_of(template: str) -> frozenset[str]:
-    from jinja2 import Environment
-    from jinja2.meta import find_undeclared_variables
-
-    plain = re.sub(r"{%[-+]?\s*(end)?generation\s*[-+]?%}", "", template)  # Transformers' tag around answers
-    read = find_undeclared_variables(Environment(extensions=["jinja2.ext.loopcontrols"]).parse(plain))
-    return frozenset(read - {"raise_exception", "strftime_now"})
 
 
 def read_message(

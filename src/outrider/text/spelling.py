@@ -22,11 +22,9 @@ class TokenBytes:
     """Reads tokens as bytes: see ``token_bytes``. In some tokenizers each byte is written as a letter."""
 
     def __init__(self, tokenizer: Any, has_letters: bool) -> None:
-        from transformers.convert_slow_tokenizer import bytes_to_unicode
-
         self._name_of, self.has_letters = tokenizer.convert_ids_to_tokens, has_letters
         self._added = frozenset(tokenizer.added_tokens_decoder)
-        self._letters: dict[int, str] = bytes_to_unicode()
+        self._letters = _letters()
         self._bytes = {letter: byte for byte, letter in self._letters.items()}
 
     def of(self, token_id: int) -> bytes:
@@ -41,6 +39,15 @@ class TokenBytes:
     def written(self, text: bytes) -> str:
         """A text as tokens write it. Raises UnicodeDecodeError: it is no whole characters, which tokens need here."""
         return "".join(map(self._letters.__getitem__, text)) if self.has_letters else text.decode().replace(" ", "▁")
+
+
+def _letters() -> dict[int, str]:
+    """Letters of bytes, as GPT-2 writes them: the byte's own in Latin-1 if it is shown, else the next one after."""
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    letters = sorted(ByteLevel.alphabet())
+    others = (letter for letter in letters if ord(letter) > 0xFF)
+    return {byte: chr(byte) if chr(byte) in letters else next(others) for byte in range(256)}
 
 
 @lru_cache(maxsize=8)

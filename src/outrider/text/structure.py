@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from outrider.errors import ConstraintNotRead, MissingExtra, OptionError
 from outrider.options import CONSTRAINTS, Sampling
+from outrider.text.fast_tokenizer import FastTokenizer
 
 # Between the parts of JSON. llguidance's default allows any amount; small models fill the text with it to the limit.
 _JSON_OPTIONS = {"whitespace_pattern": r"( |\n {0,24})"}
@@ -255,6 +256,10 @@ def _num_patterns(schema: Any) -> int:
 @lru_cache(maxsize=4)
 def _tokens(tokenizer: Any, vocab_size: int, eos_ids: frozenset[int]) -> Any:
     """Tokens in llguidance's format; takes a second for a large vocabulary. Raises ValueError."""
+    if isinstance(tokenizer, FastTokenizer):
+        from llguidance import LLTokenizer
+
+        return LLTokenizer(tokenizer.backend_tokenizer.to_str(), n_vocab=vocab_size, eos_token=sorted(eos_ids))
     from llguidance.hf import from_tokenizer
 
     return from_tokenizer(tokenizer, n_vocab=vocab_size, eos_token=sorted(eos_ids))

@@ -1,6 +1,7 @@
 """Tokenizing, and streaming detokenizing.
 
-This module knows tokenizers of Hugging Face, but no models, rounds or stop strings.
+This module knows tokenizers of Hugging Face, but no models, rounds or stop strings. A user may give a tokenizer of
+Transformers, which is imported for no other.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 
 from outrider.errors import OptionError, PromptError, TokenizerMismatch
 from outrider.text.chat import Chat, chat_text
+from outrider.text.fast_tokenizer import FastTokenizer
 from outrider.text.prompts import FORMS, one_prompt, without_second_bos
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | Chat | Mapping[str, Any]
@@ -64,20 +66,23 @@ def encode(tokenizer: Any | None, prompt: Prompt, *, has_special: bool | None = 
 
 
 def tokenizer_of(given: Any | None) -> Any | None:
-    """Transformers tokenizer of a user's argument: itself, one in a processor, or a wrapped ``tokenizers.Tokenizer``.
-    Raises OptionError: it is something else."""
+    """Tokenizer of a user's argument: itself, one in a processor, or a wrapped ``tokenizers.Tokenizer``. Raises
+    OptionError: it is something else."""
     import tokenizers
-    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast, ProcessorMixin
 
+    if given is None or isinstance(given, FastTokenizer):
+        return given
     if isinstance(given, tokenizers.Tokenizer):
-        return PreTrainedTokenizerFast(tokenizer_object=given)
+        return FastTokenizer(copy.deepcopy(given))
+    from transformers import PreTrainedTokenizerBase, ProcessorMixin
+
     if isinstance(given, ProcessorMixin):
         inner, template = getattr(given, "tokenizer", None), given.chat_template
         if isinstance(inner, PreTrainedTokenizerBase) and template and not inner.chat_template:
             inner = copy.copy(inner)
             inner.chat_template = template
         given = type(given).__name__ if inner is None else inner
-    if given is not None and not isinstance(given, PreTrainedTokenizerBase):
+    if not isinstance(given, PreTrainedTokenizerBase):
         shown = given if isinstance(given, str) else type(given).__name__
         raise OptionError("tokenizer", shown, "a tokenizer of Transformers (AutoTokenizer), or tokenizers.Tokenizer")
     return given
@@ -85,6 +90,8 @@ def tokenizer_of(given: Any | None) -> Any | None:
 
 def processor_of(given: Any | None) -> Any | None:
     """A user's argument for a tokenizer if it is a processor."""
+    if given is None or isinstance(given, FastTokenizer):
+        return None
     from transformers import ProcessorMixin
 
     return given if isinstance(given, ProcessorMixin) else None
@@ -163,8 +170,10 @@ def pieces_of(tokenizer: Any, token_ids: Sequence[int], text: str) -> list[str]:
 
 
 def _decoder_of(tokenizer: Any) -> Callable[[list[int]], str]:
-    """A tokenizer's ``decode``, special tokens included; where its class adds nothing to that of the Rust tokenizer
-    inside, the latter, since the layers between take ten times as long."""
+    """A tokenizer's ``decode``, special tokens included; where a class of Transformers adds nothing to that of the Rust
+    tokenizer inside, the latter, since the layers between take ten times as long."""
+    if isinstance(tokenizer, FastTokenizer):
+        return tokenizer.decode
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
     if isinstance(tokenizer, PreTrainedTokenizerFast):

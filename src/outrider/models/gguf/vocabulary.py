@@ -22,10 +22,11 @@ from typing import TYPE_CHECKING, Any
 
 from outrider.errors import ModelCorrupt, UnsupportedModel
 from outrider.models.gguf.splitters import SPLITTERS, Splitter
+from outrider.text.fast_tokenizer import FastTokenizer
 
 if TYPE_CHECKING:
     from tokenizers import AddedToken, Tokenizer
-    from transformers import PreTrainedTokenizerFast
+    from tokenizers.processors import PostProcessor
 
 _LOG = logging.getLogger(__name__)
 _GGML = "tokenizer.ggml."
@@ -74,28 +75,15 @@ _CODE_NAMES = frozenset(
 _KEEP_SPACE = ("<unk>", "<s>", "<|endoftext|>")  # in Phi 3, whose other special tokens take the space after them
 
 
-def gguf_tokenizer(metadata: Mapping[str, Any], name: str) -> PreTrainedTokenizerFast:
+def gguf_tokenizer(metadata: Mapping[str, Any], name: str) -> FastTokenizer:
     """Build the tokenizer of a GGUF file from all its keys. Raises UnsupportedModel: the kind of vocabulary, its
     splitter, or a key is not known; or ModelCorrupt: the vocabulary contradicts itself."""
-    from tokenizers import Tokenizer
-    from tokenizers.models import BPE
-    from transformers import PreTrainedTokenizerFast
-
     vocabulary = _vocabulary(metadata, name)
-    bos, eos = vocabulary.additions()
-    # Filled after it is wrapped: Transformers copies the tokenizer that it is given.
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(BPE()), model_input_names=["input_ids", "attention_mask"]
-    )
-    vocabulary.fill(tokenizer.backend_tokenizer)
-    for role, key in _ROLES.items():
-        setattr(tokenizer, role, vocabulary.text_of(key))
-    tokenizer.add_bos_token, tokenizer.add_eos_token = bos, eos
+    roles = {role: text for role, key in _ROLES.items() if (text := vocabulary.text_of(key)) is not None}
     templates = {key.removeprefix(_TEMPLATE): text for key, text in metadata.items() if key.startswith(_TEMPLATE)}
     named = {key[1:]: text for key, text in templates.items() if key.startswith(".")}
     default = {"default": templates[""]} if "" in templates else {}
-    tokenizer.chat_template = default | named if named else templates.get("")
-    return tokenizer
+    return FastTokenizer(vocabulary.backend(), roles, default | named if named else templates.get(""))
 
 
 def _vocabulary(metadata: Mapping[str, Any], name: str) -> _Vocabulary:
@@ -107,7 +95,9 @@ def _vocabulary(metadata: Mapping[str, Any], name: str) -> _Vocabulary:
     missing = {"tokens", "scores" if stated["model"] == "llama" else "merges"} - stated.keys()
     if missing:
         raise ModelCorrupt(f"{name} states no {_GGML}{min(missing)}, so that its text cannot be tokenized")
-    texts = [text or f"[EMPTY_{i}]" for i, text in enumerate(stated["tokens"])]
+    texts = stated["tokens"]
+    if not all(texts):
+        texts = [text or f"[EMPTY_{i}]" for i, text in enumerate(texts)]
     ids = {text: i for i, text in enumerate(texts)}
     if len(ids) < len(texts):
         raise ModelCorrupt(f"{name} has {len(texts)} tokens, of which only {len(ids)} differ")
@@ -153,16 +143,22 @@ class _Vocabulary:
                 return None
         return self.texts[index]
 
-    def additions(self) -> tuple[bool, bool]:
+    def _additions(self) -> PostProcessor | None:
+        """Writes BOS before a text and EOS after it; None if neither."""
+        from tokenizers.processors import TemplateProcessing
+
         adds_bos = self.stated.get("add_bos_token", self.splitter.adds_bos) or self.splitter.always_adds_bos
         adds_eos = self.stated.get("add_eos_token", False)
-        for role, adds in (("bos", adds_bos), ("eos", adds_eos)):
-            if adds and self.text_of(role) is None:
+        added = {role: self.text_of(role) for role, adds in (("bos", adds_bos), ("eos", adds_eos)) if adds}
+        for role, text in added.items():
+            if text is None:
                 raise ModelCorrupt(f"{self.name} adds {role.upper()} to texts, but states no {_GGML}{role}_token_id")
-        return adds_bos, adds_eos
+        tokens = [(text, self.ids[text]) for text in dict.fromkeys(added.values()) if text is not None]
+        written = [text for text in (added.get("bos"), "$A", added.get("eos")) if text is not None]
+        return TemplateProcessing(single=written, special_tokens=tokens) if tokens else None
 
-    def fill(self, backend: Tokenizer) -> None:
-        from tokenizers import Regex, decoders, normalizers, pre_tokenizers
+    def backend(self) -> Tokenizer:
+        from tokenizers import Regex, Tokenizer, decoders, normalizers, pre_tokenizers
         from tokenizers.models import BPE
 
         added = self._added_tokens()
@@ -170,10 +166,10 @@ class _Vocabulary:
         if is_by_score:
             merges = self._merges_by_score(added)
         else:  # of equal ones the first counts; a token may begin with a space
-            pairs = ((one[:i], one[i + 1 :]) for one in self.stated["merges"] if (i := one.find(" ", 1)) > 0)
-            merges = [*dict.fromkeys(pairs)]
+            stated = dict.fromkeys(self.stated["merges"])
+            merges = [(one[:i], one[i + 1 :]) for one in stated if (i := one.find(" ", 1)) > 0]
         is_raw, ignores_merges = self.splitter.is_raw, self.splitter.ignores_merges
-        backend.model = BPE(self.ids, merges, byte_fallback=is_raw, ignore_merges=ignores_merges)
+        backend = Tokenizer(BPE(self.ids, merges, byte_fallback=is_raw, ignore_merges=ignores_merges))
         steps: list[Any] = [pre_tokenizers.Split(Regex(step), "isolated") for step in self.splitter.steps]
         if is_raw:
             has_prefix = is_by_score and self.stated.get("add_space_prefix", True)
@@ -193,6 +189,8 @@ class _Vocabulary:
         backend.pre_tokenizer = pre_tokenizers.Sequence(steps)
         backend.add_tokens([token for token in added if not token.special])
         backend.add_special_tokens([token for token in added if token.special])
+        backend.post_processor = self._additions()
+        return backend
 
     def _added_tokens(self) -> list[AddedToken]:
         """Tokens that are found whole in a text, before it is split; special ones are those that are no text."""
@@ -234,7 +232,8 @@ def end_ids(metadata: Mapping[str, Any], eos_id: int | None) -> list[int]:
     the ids in its metadata, these are tokens that are known by name: converters write one end, and chat models have
     several (``special_eog_ids`` in llama.cpp)."""
     tokens: list[str] = metadata["tokenizer.ggml.tokens"]
-    ids = {token: i for i, token in enumerate(tokens)}
+    known = END_NAMES.union(*_FILL_IN.values())
+    ids = {token: i for i, token in enumerate(tokens) if token in known}
     found = [eos_id, *(metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("eot", "eom"))]
     found += metadata.get("tokenizer.ggml.eos_token_ids", ())
     for key, names in _FILL_IN.items():

@@ -1,0 +1,170 @@
+"""Tokenizers of folders and of models on the hub, by ``tokenizer.json`` and the files beside it.
+
+``tokenizer.json`` tells how a text becomes tokens, and how it begins and ends. ``tokenizer_config.json`` has the roles
+of tokens, further tokens, a few switches and the chat template. Transformers is asked for what these do not tell: roles
+that a class of its own has, and vocabularies in other files. Many of its classes take the vocabulary alone from
+``tokenizer.json``, and build anew what cuts a text into words and joins tokens to a text; here the file counts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from outrider.text.fast_tokenizer import ROLES, FastTokenizer
+
+if TYPE_CHECKING:
+    from tokenizers import AddedToken, Tokenizer
+
+_FILE, _TEMPLATES = "tokenizer.json", "additional_chat_templates"
+_BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
+_PARTS = ("model", "normalizer", "pre_tokenizer", "post_processor", "decoder")
+# Classes without roles of their own; other classes have a token for a role that the files do not state.
+_BARE = ("PreTrainedTokenizerFast", "TokenizersBackend")
+_STATED = {"bos_token", "eos_token", "unk_token", "pad_token"}  # roles of all classes of causal models
+_OTHERS = ("auto_map", "fix_mistral_regex", "fast_tokenizer_files")  # keys that Transformers alone understands
+# Keys of tokenizer_config.json, the part that they change, and its own key.
+_SWITCHES = {
+    "add_prefix_space": ("pre_tokenizer", "add_prefix_space"),
+    "do_lower_case": ("normalizer", "lowercase"),
+    "strip_accents": ("normalizer", "strip_accents"),
+    "tokenize_chinese_chars": ("normalizer", "handle_chinese_chars"),
+}
+_LOG = logging.getLogger(__name__)
+
+
+def folder_tokenizer(path: Path | None, hub: str | None) -> Any:
+    """Tokenizer of a folder, or of a model on the hub: as its files state it, or one of Transformers where there is no
+    ``tokenizer.json``. May raise anything for damaged files."""
+    location = str(path or hub)
+    folder = path or _fetched(location)
+    if folder is None or not (folder / _FILE).is_file():
+        return _by_class(location)
+    stated = _stated(folder)
+    is_bare = stated.get("tokenizer_class") in _BARE or stated.keys() >= _STATED
+    if is_bare and not any(map(stated.get, _OTHERS)):
+        return _built(folder / _FILE, stated)
+    by_class = _by_class(location)
+    if not by_class.is_fast or any(map(stated.get, _OTHERS[1:])):
+        return by_class
+    _LOG.info("%s: its tokenizer has the roles of the class %s", location, type(by_class).__name__)
+    roles = {**dict.fromkeys(ROLES), **by_class.special_tokens_map}
+    return _built(folder / _FILE, {**stated, **roles, "extra_special_tokens": by_class.extra_special_tokens})
+
+
+def _by_class(location: str) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(location, trust_remote_code=False)
+
+
+def restate(theirs: Any, ours: Any) -> None:
+    """Give a tokenizer of Transformers, that of a processor, the parts of one that was read here."""
+    if not isinstance(ours, FastTokenizer) or not getattr(theirs, "is_fast", False):
+        return
+    backend: Tokenizer = theirs.backend_tokenizer
+    for part in _PARTS:
+        setattr(backend, part, getattr(ours.backend_tokenizer, part))
+    backend.add_tokens([*backend.get_added_tokens_decoder().values()])  # to be found in text normalized anew
+
+
+def _fetched(hub: str) -> Path | None:
+    """Folder of a model's files in the cache of the hub, fetched if they are not there; None if the model has no
+    ``tokenizer.json``. Raises OSError."""
+    from huggingface_hub import HfApi, hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError
+
+    try:
+        folder = Path(hf_hub_download(hub, _FILE)).parent
+    except EntryNotFoundError:
+        return None
+    names, commit = [*_BESIDE], folder.name
+    with contextlib.suppress(Exception):  # none are there; or there is no network, and those in the cache count
+        names += [entry.path for entry in HfApi().list_repo_tree(hub, _TEMPLATES, revision=commit)]
+    for name in names:
+        with contextlib.suppress(EntryNotFoundError):
+            hf_hub_download(hub, name, revision=commit)
+    return folder
+
+
+def _stated(folder: Path) -> dict[str, Any]:
+    """Entries of ``tokenizer_config.json``, and those of the other files beside ``tokenizer.json`` by the same keys."""
+    stated = _read(folder / "tokenizer_config.json")
+    if "added_tokens_decoder" not in stated:  # files of former releases
+        stated |= _read(folder / "special_tokens_map.json")
+        added = _read(folder / "added_tokens.json")
+        special = {_text(stated[role]) for role in ROLES if stated.get(role)} | {*map(_text, _extra(stated))}
+        stated["added_tokens_decoder"] = {
+            i: {"content": text, "special": text in special, "normalized": text not in special}
+            for text, i in added.items()
+        }
+    template = folder / "chat_template.jinja"
+    templates = {"default": template.read_text(encoding="utf-8")} if template.is_file() else {}
+    for file in sorted((folder / _TEMPLATES).glob("*.jinja")):
+        templates[file.name.removesuffix(".jinja")] = file.read_text(encoding="utf-8")
+    if templates:
+        stated["chat_template"] = templates["default"] if templates.keys() == {"default"} else templates
+    return stated
+
+
+def _read(file: Path) -> dict[str, Any]:
+    read: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    return read
+
+
+def _extra(stated: Mapping[str, Any]) -> Any:
+    """Special tokens without a role; an object if they have names."""
+    return stated.get("extra_special_tokens") or stated.get("additional_special_tokens") or ()
+
+
+def _built(file: Path, stated: Mapping[str, Any]) -> FastTokenizer:
+    from tokenizers import Tokenizer
+
+    backend = Tokenizer.from_file(str(file))
+    for key, (part, name) in _SWITCHES.items():
+        own = getattr(backend, part)
+        if stated.get(key) is not None and own is not None and name in json.loads(own.__getstate__()):
+            setattr(own, name, stated[key])
+    if padding := backend.padding:
+        stated = {"pad_token": padding["pad_token"], **stated}
+        backend.no_padding()
+    backend.encode_special_tokens = bool(stated.get("split_special_tokens"))
+    extra: Any = _extra(stated)
+    roles = {**dict.fromkeys(ROLES), **{name: value for name, value in stated.items() if name.endswith("_token")}}
+    roles |= stated.get("model_specific_special_tokens") or {}
+    if isinstance(extra, Mapping):
+        extra, roles = (), {**roles, **extra}
+    roles = {name: value for name, value in roles.items() if isinstance(value, str | dict)}  # the others are switches
+    _add_tokens(backend, stated["added_tokens_decoder"], roles.values(), extra)
+    template = stated.get("chat_template")
+    if isinstance(template, list):
+        template = {one["name"]: one["template"] for one in template}
+    texts = {name: _text(value) for name, value in roles.items()}
+    return FastTokenizer(backend, texts, template, [*map(_text, extra)])
+
+
+def _add_tokens(backend: Tokenizer, added: Mapping[str, Any], roles: Iterable[Any], extra: Iterable[Any]) -> None:
+    """Add tokens that are stated beside the file, in the order of their ids; then special ones that are not there."""
+    named = {*map(_text, roles)}
+    tokens = [_token(added[i], _text(added[i]) in named) for i in sorted(added, key=int)]
+    found = {token.content for token in (*tokens, *backend.get_added_tokens_decoder().values())}
+    lacking = {text: value for value in (*roles, *extra) if (text := _text(value)) not in found}
+    backend.add_tokens([*tokens, *(_token(value, text in named) for text, value in lacking.items())])
+
+
+def _token(value: Any, has_role: bool) -> AddedToken:
+    from tokenizers import AddedToken
+
+    if isinstance(value, str):
+        return AddedToken(value, special=True)
+    flags = {key: flag for key, flag in value.items() if key not in ("__type", "id")}
+    return AddedToken(**{**flags, "special": has_role or flags.get("special", False)})
+
+
+def _text(value: Any) -> str:
+    text: str = value if isinstance(value, str) else value["content"]
+    return text
