@@ -12,8 +12,13 @@ int32_t outrider_few_row_matmul(const float* x, int64_t num_rows, int64_t width,
                             float* y, int64_t num_threads);
 bool outrider_widen_rows(const void* matrix, int64_t form, int64_t num_channels, int64_t width, const int64_t* rows,
                          int64_t num_rows, float* to, int64_t num_threads);
-void outrider_interleave(const void* matrix, int64_t form, int64_t num_channels, int64_t width, void* to,
-                         int64_t num_threads);
+struct RowCopy {  // of products.h
+  const uint8_t* source;
+  uint8_t* matrix;
+  const int64_t* places;
+  int64_t form, num_rows, num_channels, row_bytes;
+};
+bool outrider_copy_rows(const RowCopy* copies, int64_t number, int64_t num_threads);
 bool outrider_separate_rows(const void* matrix, int64_t form, int64_t num_channels, int64_t width, const int64_t* rows,
                             int64_t num_rows, void* to, int64_t num_threads);
 }
@@ -205,7 +210,8 @@ void blocks(int64_t form, int64_t length, int64_t size, int64_t num_rows, int64_
   std::vector<int64_t> rows(num_channels);
   for (int64_t o = 0; o < num_channels; o++) rows[o] = o;
   std::vector<uint8_t> interleaved(data.size());
-  outrider_interleave(data.data(), form, num_channels, width, interleaved.data(), 2);
+  const RowCopy copy{data.data(), interleaved.data(), nullptr, form, num_channels, num_channels, width / length * size};
+  outrider_copy_rows(&copy, 1, 2);
   std::vector<uint8_t> separated(data.size());
   outrider_separate_rows(interleaved.data(), form, num_channels, width, rows.data(), num_channels, separated.data(), 2);
   compare(separated == data, 1.0, 0.0, "rows that are interleaved and separated again");

@@ -18,6 +18,7 @@ from outrider.kernels import narrow_weight
 from outrider.kernels.blocks import BLOCK_FORMS, GROUP_FORMS, in_groups
 from outrider.kernels.library import FORMS, few_row_matmul, widen_rows
 from outrider.kernels.narrow_weight import NarrowWeight
+from outrider.kernels.row_copies import BackgroundCopies, RowCopy, copy_rows
 from rounded_rows import MOST_INTEGER, rounded
 
 _OF_GGUF = {form.name: form for form in BLOCK_FORMS.values()}
@@ -119,6 +120,49 @@ def test_products_of_rounded_rows(
     assert torch.equal(got[-1:], _product(x[-1:], weight))
     x[0, seed % x.shape[1]] = (math.nan, math.inf)[seed % 2]
     assert _product(x, weight)[0].isnan().all() and torch.equal(_product(x, weight)[1:], got[1:])
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_copies_of_all_forms_in_one_call(num_threads: int) -> None:
+    """Of two parts each, whose rows have places anywhere, in several pieces; and of one part in the rows' order."""
+    generator, copies, wanted = torch.Generator().manual_seed(0), list[RowCopy](), list[Tensor]()
+    for name in (*_BY_NAME, *_PLAIN):
+        size = _BY_NAME[name].num_bytes if name in _BY_NAME else 4
+        rows = torch.randint(256, (523, 5000 // size * size), dtype=torch.uint8, generator=generator)
+        rows = rows if name in _BY_NAME else rows.view(_PLAIN[name])
+        form = _BY_NAME[name].number if name in _BY_NAME else FORMS[_PLAIN[name]]
+        places, matrix, alone = torch.randperm(523, generator=generator), torch.zeros_like(rows), torch.zeros_like(rows)
+        parts = zip(rows.split([217, 306]), places.split([217, 306]), strict=True)
+        copies += [RowCopy(part, form, matrix, there) for part, there in parts]
+        copy_rows([RowCopy(rows[places.argsort()], form, alone)], 1)
+        wanted += [alone, alone]
+        if name in _BY_NAME:
+            weight = NarrowWeight(alone, torch.float32, None, _BY_NAME[name])
+            assert torch.equal(weight.stored_rows(places), rows), name
+        else:
+            assert torch.equal(alone[places].view(torch.uint8), rows.view(torch.uint8)), name
+    copy_rows(copies, num_threads)
+    for made, want in zip(copies, wanted, strict=True):
+        assert torch.equal(made.matrix.view(torch.uint8), want.view(torch.uint8)), made.form
+
+
+def test_copies_in_the_background() -> None:
+    rows, matrix = torch.randn(5, 7), torch.zeros(9, 7)
+    BackgroundCopies([RowCopy(rows, FORMS[torch.float32], matrix, torch.arange(5) + 4)]).wait()
+    assert torch.equal(matrix[4:], rows) and not matrix[:4].any()
+    beyond = BackgroundCopies([RowCopy(rows, FORMS[torch.float32], matrix, torch.arange(5) + 5)])
+    with pytest.raises(IndexError, match="does not have all rows"):
+        beyond.wait()
+    wrong = {
+        "of the form": RowCopy(rows, 12, matrix),
+        "as wide": RowCopy(rows, 0, torch.zeros(9, 8)),
+        "contiguous": RowCopy(rows.T, 0, matrix.T),
+        "no more rows": RowCopy(matrix, 0, rows),
+        "all places": RowCopy(rows, 0, matrix, torch.arange(4)),
+    }
+    for what, refused in wrong.items():
+        with pytest.raises(TypeError, match=what):
+            copy_rows([refused], 1)
 
 
 @given(

@@ -11,6 +11,16 @@ struct Matrix {
   const float* bias;    // or null
 };
 
+// Rows of a matrix as files have them, and the matrix to which they are copied.
+struct RowCopy {
+  const uint8_t* source;
+  uint8_t* matrix;
+  const int64_t* places;  // of the rows in the matrix; or null: the same
+  int64_t form, num_rows, num_channels, row_bytes;
+
+  int64_t place(int64_t row) const { return places == nullptr ? row : places[row]; }
+};
+
 // Rows [T, I] as all matrices take them.
 struct Rows {
   const float* x;

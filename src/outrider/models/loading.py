@@ -212,9 +212,9 @@ def _load_stored(spec: ModelSpec, config: Any, weights: cpu_weights.StoredWeight
     model, missing = weights.load(quantize.plain_config(config))
     check_missing(spec.location, missing)
     model.generation_config = generation_config_of(spec) or model.generation_config
+    are_there = [one for one in model.parameters() if isinstance(one, NarrowWeight)]
     cpu_weights.narrow_weights(model, torch.float32)
-    narrow = [one for one in model.parameters() if isinstance(one, NarrowWeight)]
-    move_weights(model, [one for one in narrow if one.blocks is not None])  # blocks are there
+    move_weights(model, are_there)
     return model
 
 

@@ -170,8 +170,9 @@ def reopen(spec: ModelSpec, placed: Placement, notes: Notes) -> StandIn | None:
         if weights is None:
             return None
         model.fill(weights)
-    in_blocks = [one for one in model.parameters() if isinstance(one, NarrowWeight) and one.blocks is not None]
-    move_weights(model, in_blocks)  # blocks are there
+    # Those of a GGUF file that stay as they are stored are there.
+    narrow = [one for one in model.parameters() if isinstance(one, NarrowWeight) and spec.gguf is not None]
+    move_weights(model, [one for one in narrow if one.stored.dtype != torch.float32])
     return model
 
 
