@@ -36,7 +36,7 @@ from outrider.system.private import PrivateFolder
 
 _LOG = logging.getLogger(__name__)
 _MOST_BYTES = 2**24  # on disk
-_NO_MEMORY, _LOST = 2, 3  # of status.h
+_NO_MEMORY = 2  # of status.h
 _OTHER_OPENMP = "it needs another OpenMP than PyTorch's: set CXX=g++"
 # By the type: numbers in ggml, as those of blocks (blocks.py).
 FORMS = {torch.float32: 0, torch.float16: 1, torch.int8: 24, torch.bfloat16: 30}
@@ -204,12 +204,9 @@ def _load(path: Path) -> ctypes.CDLL:
 
 
 def is_done(status: int) -> bool:
-    """Whether a function of the library is done; else a row was out of range (status.h). Raises MemoryError; or
-    RuntimeError if memory ran out halfway, so that the states of sequences are lost."""
+    """Whether a function of the library is done; else a row was out of range (status.h). Raises MemoryError."""
     if status == _NO_MEMORY:
         raise MemoryError
-    if status == _LOST:
-        raise RuntimeError("memory ran out in the middle of a forward: the states of its sequences are lost")
     return bool(status)
 
 

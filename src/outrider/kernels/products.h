@@ -27,7 +27,6 @@ struct Rows {
   const RoundedChunk* chunks;  // the first of all rows, then the second of all, and so on; used if there are digits
   int64_t number, width;
   int64_t num_digits;  // of integers (rounded_rows.h); 0 for float32
-  bool* lacks_memory;  // is set if the digits of rows (int8_tiles.h) find none: the products are not there then
 };
 
 // Channels of a matrix that a thread computes, in whole vectors.
