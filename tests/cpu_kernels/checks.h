@@ -1,4 +1,4 @@
-// What the drivers share: random numbers, comparisons, and the count and hashes of what is compared.
+// What the drivers share: random numbers, comparisons, and the count and hash of what is compared.
 #pragma once
 
 #include <algorithm>
@@ -14,21 +14,13 @@ inline const double EPSILON = std::ldexp(1.0, -24);
 inline std::mt19937 generator(0);
 inline int64_t num_compared = 0;
 
-// FNV-1a
-struct Hash {
-  uint64_t value = 14695981039346656037u;
-
-  void add(float number) {
-    uint32_t bits;
-    std::memcpy(&bits, &number, sizeof bits);
-    value = (value ^ bits) * 1099511628211u;
-  }
-};
-inline Hash hash_of_all, hash_of_blocks;
+inline uint64_t hash_of_all = 14695981039346656037u;  // FNV-1a
 
 inline void compare(float got, double want, double bound, const char* what) {
   num_compared++;
-  hash_of_all.add(got);
+  uint32_t bits;
+  std::memcpy(&bits, &got, sizeof bits);
+  hash_of_all = (hash_of_all ^ bits) * 1099511628211u;
   if (std::fabs(got - want) <= bound) return;
   std::printf("%s: %.9g, not %.9g (within %.3g)\n", what, got, want, bound);
   std::exit(1);

@@ -6,8 +6,7 @@
 
 extern "C" {
 int32_t outrider_forward(const void* model, const void* batch, int64_t num_threads);
-void outrider_interleave(const void* matrix, int64_t form, int64_t num_channels, int64_t width, void* to,
-                         int64_t num_threads);
+bool outrider_copy_rows(const RowCopy* copies, int64_t number, int64_t num_threads);
 }
 
 namespace {
@@ -71,7 +70,9 @@ class Toy {
       for (uint8_t& one : blocks) one = static_cast<uint8_t>(generator());
       for (size_t b = 0; b < blocks.size(); b += size) blocks[b + exponent] = form_ == 14 ? 4 : 36;  // 2^-14, 2^-6
       std::vector<uint8_t> interleaved(blocks.size());
-      outrider_interleave(blocks.data(), form_, num_channels, width, interleaved.data(), 1);
+      const int64_t row_bytes = static_cast<int64_t>(blocks.size()) / num_channels;
+      const RowCopy copy{blocks.data(), interleaved.data(), nullptr, form_, num_channels, num_channels, row_bytes};
+      outrider_copy_rows(&copy, 1, 1);
       blocks_.push_back(std::move(interleaved));
       data = blocks_.back().data();
     }

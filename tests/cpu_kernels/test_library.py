@@ -156,7 +156,7 @@ _ZEN_4 = f"{_ZEN_3} avx512f avx512bw avx512cd avx512dq avx512vl avx512_vnni"
         ("x86_64", "sse4_2 avx", "", "fast", "baseline-fast baseline"),  # asked for, and of the baseline alone
         ("x86_64", _ZEN_3, "", "fast", "avx2 baseline-fast baseline"),
         ("x86_64", _ZEN_4, "avx2", "", "avx2 baseline"),
-        ("x86_64", f"{_ZEN_4} amx_tile amx_int8", "", "", "amx avx512-vnni avx512 avx2 baseline"),
+        ("x86_64", _ZEN_4, "", "", "avx512-vnni avx512 avx2 baseline"),
         ("arm64", "fp asimd asimddp", "", "", "dotprod baseline"),
         ("riscv64", _ZEN_4, "", "", "baseline"),
         # Where the system lists no features, as on macOS and Windows, PyTorch tells.

@@ -24,8 +24,8 @@ _COMMANDS = {
 } | {"NEON": ["aarch64-linux-gnu-g++ -static", "clang++ --target=aarch64-linux-gnu -static"]}
 _EMULATORS = {"NEON": "qemu-aarch64", "dotprod": "qemu-aarch64"}
 _IN_AVX512 = "avx2-vnni in AVX-512's encoding"
-# Levels of processors that can run these. Where a processor has no tiles, the kernels find this out and go without.
-_RUN_BY = {"amx": "avx512-vnni", _IN_AVX512: "avx512-vnni", "baseline-fast": "baseline"}
+# Levels of processors that can run these.
+_RUN_BY = {_IN_AVX512: "avx512-vnni", "baseline-fast": "baseline"}
 _FEW, _ALL = "5", "1"  # one of so many shapes
 
 
@@ -40,8 +40,8 @@ _NOT_OPTIMIZED = {level: f"g++ -O0 {flags}" for level, flags in _LEVELS.items()}
 
 @pytest.mark.slow
 def test_the_kernels_on_other_processors(tmp_path: Path) -> None:
-    """A row or token alone, other numbers of threads, and other processors give equal bits; but for int8 on tiles, and
-    sums that round twice."""
+    """A row or token alone, other numbers of threads, and other processors give equal bits; but for sums that round
+    twice."""
     results = {}
     for level, command in _NOT_OPTIMIZED.items():
         if _missing(level, command) is None:
@@ -51,9 +51,8 @@ def test_the_kernels_on_other_processors(tmp_path: Path) -> None:
     print(results)  # with -s
     if not results:
         pytest.skip("there is no compiler")
-    with_tiles, _ = results.pop("amx", None), results.pop("baseline-fast", None)
+    results.pop("baseline-fast", None)
     assert len(set(results.values())) <= 1, results
-    assert with_tiles is None or with_tiles.split()[-1] == results["avx2"].split()[-1]
 
 
 @pytest.mark.slow

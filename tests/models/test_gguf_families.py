@@ -4,6 +4,7 @@ is the one that the file states; damage and what is not known are refused."""
 import json
 import random
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,9 @@ import outrider
 from gguf_models import CASES, IDS, IN_MANY_FORMS, PLACES, Case, many_forms, random_case, write_case, write_in_blocks
 from native_cases import native_logits
 from outrider.errors import ModelError, ModelNotFound, OutriderError, UnsupportedModel
+from outrider.kernels.blocks import BLOCK_FORMS
 from outrider.models.gguf.families import FAMILIES
-from outrider.models.gguf.file import GgufFile
+from outrider.models.gguf.file import GgufFile, is_readable
 from outrider.models.loading import load_checkpoint
 from outrider.models.registry import Placement, resolve
 from outrider.native.engine import NativeForward
@@ -183,6 +185,17 @@ def test_it_reads_as_the_package_does(tmp_path: Path) -> None:
         assert (own.kind, own.begin, own.shape) == (tensor.tensor_type, tensor.data_offset, tuple(tensor.shape[::-1]))
         wide = gguf.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
         assert torch.equal(own.numbers(), torch.from_numpy(wide.reshape(own.shape)))
+
+
+def test_usual_files_are_read_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds = {form.name: form.number for form in BLOCK_FORMS.values()} | {"BF16": 30, "F16": 1, "F64": 28}
+    sizes = {kind: gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name]] for name, kind in kinds.items()}
+    file = _write(tmp_path / "lists.gguf")
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    tensors = GgufFile.open(file).tensors
+    assert tensors["c"].numbers().tolist() == [[[0, 1, 2, 3], [4, 5, 6, 7]]]
+    for kind, (number, num_bytes) in sizes.items():
+        assert is_readable(kind) and tensors["c"]._replace(kind=kind, shape=(3, 2 * number)).num_bytes == 6 * num_bytes
 
 
 def test_shards_are_one_file(tmp_path: Path) -> None:

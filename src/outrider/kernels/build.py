@@ -58,7 +58,6 @@ _FAST_SUMS = "OUTRIDER_SUMS=fast"  # not a feature, but asked for
 # Levels of each machine, best first.
 LEVELS = {
     "x86_64": (
-        Level("amx", (_V4, _VNNI, "-mamx-tile", "-mamx-int8"), _AVX512 | {"avx512_vnni", "amx_tile", "amx_int8"}),
         Level("avx512-vnni", (_V4, _VNNI), _AVX512 | {"avx512_vnni"}),
         Level("avx512", (_V4,), _AVX512),
         Level("avx2-vnni", (_V3, "-mavxvnni"), _AVX2 | {"avx_vnni"}),
@@ -71,7 +70,7 @@ LEVELS = {
 BASELINE = Level("baseline")
 _OTHER_NAMES = {"AMD64": "x86_64", "arm64": "aarch64"}
 # What PyTorch's variable for its own kernels takes away: names that begin with this.
-_WITHOUT = {"avx2": ("avx512", "amx"), "default": ("avx", "amx", "asimddp")}
+_WITHOUT = {"avx2": ("avx512",), "default": ("avx", "asimddp")}
 
 
 def levels_here(features: Set[str] | None = None) -> list[Level]:

@@ -94,7 +94,7 @@ struct ExpertsLayer : Worker {
   // Rows at the places of an expert, and where they are rounded.
   Rows rows_of(const Buffer& rows, int64_t width, int64_t begin, int64_t end) const {
     const RoundedChunk* chunks = m.num_digits ? &b.chunks[begin * num_chunks(width)] : nullptr;
-    return {&rows[begin * width], chunks, end - begin, width, m.num_digits, &b.lacks_memory};
+    return {&rows[begin * width], chunks, end - begin, width, m.num_digits};
   }
   void round_gathered(const Buffer& rows, int64_t width, const ByExpert& by_expert, int64_t i) const {
     const int64_t expert = b.choices[by_expert.order[i]].expert, begin = by_expert.begins[expert];

@@ -8,12 +8,10 @@
 // and are prefetched.
 //
 // The order of each sum depends on the width alone: by lanes, then across the lanes in a fixed tree. So a row's result
-// depends neither on other rows, nor on their number, nor on the number of threads. On processors with AMX tiles, 8-bit
-// weights use them (int8_tiles.h).
+// depends neither on other rows, nor on their number, nor on the number of threads.
 
 #include <memory>
 
-#include "int8_tiles.h"
 #include "products.h"
 #include "status.h"
 
@@ -123,17 +121,7 @@ void products(const Rows& x, const Matrix& matrix, Share share, float* y, int64_
     case Form::F32: return run(static_cast<const float*>(matrix.data));
     case Form::F16: return run(static_cast<const Float16*>(matrix.data));
     case Form::BF16: return run(static_cast<const BFloat16*>(matrix.data));
-    case Form::I8: {
-      auto weights = static_cast<const int8_t*>(matrix.data);
-#ifdef HAS_TILES
-      if (fits_tiles(x.width)) {
-        const Digits digits(x.x, x.number, x.width);
-        if (!digits.are_there()) return __atomic_store_n(x.lacks_memory, true, __ATOMIC_RELAXED);
-        return tile_share(digits, x.number, weights, x.width, share.begin, share.end, y, stride);
-      }
-#endif
-      return run(weights);
-    }
+    case Form::I8: return run(static_cast<const int8_t*>(matrix.data));
   }
   auto of_digits = x.num_digits == 2 ? two_digit_products : x.num_digits ? one_digit_products : float_products;
   of_digits(x, matrix, share, y, stride);
@@ -157,8 +145,7 @@ Status outrider_few_row_matmul(const float* x, int64_t num_rows, int64_t width, 
   }
   int64_t all_channels = 0;
   for (int64_t m = 0; m < num_matrices; m++) all_channels += nums_channels[m];
-  bool lacks_memory = false;
-  const Rows rows{x, chunks.get(), num_rows, width, num_digits, &lacks_memory};
+  const Rows rows{x, chunks.get(), num_rows, width, num_digits};
 #pragma omp parallel for schedule(static) num_threads(num_threads)
   for (int64_t thread = 0; thread < num_threads; thread++) {
     float* to = y;
@@ -168,7 +155,7 @@ Status outrider_few_row_matmul(const float* x, int64_t num_rows, int64_t width, 
       to += nums_channels[m];
     }
   }
-  return lacks_memory ? NO_MEMORY : DONE;
+  return DONE;
 } catch (const std::exception&) {
   return NO_MEMORY;
 }

@@ -36,7 +36,7 @@ from outrider.system.private import PrivateFolder
 
 _LOG = logging.getLogger(__name__)
 _MOST_BYTES = 2**24  # on disk
-_NO_MEMORY, _LOST = 2, 3  # of status.h
+_NO_MEMORY = 2  # of status.h
 _OTHER_OPENMP = "it needs another OpenMP than PyTorch's: set CXX=g++"
 # By the type: numbers in ggml, as those of blocks (blocks.py).
 FORMS = {torch.float32: 0, torch.float16: 1, torch.int8: 24, torch.bfloat16: 30}
@@ -81,17 +81,6 @@ def widen_rows(matrix: Tensor, rows: Tensor, form: int, width: int, num_threads:
     ):
         raise IndexError(f"the matrix has {len(stored)} rows, and not all of those asked for")
     return wide.to(matrix.device)
-
-
-def interleave(matrix: Tensor, form: int, width: int, num_threads: int, result: Tensor) -> Tensor:
-    """Interleave the rows of a matrix in blocks (interleaved.h), to ``result``. The other arguments are those of
-    ``widen_rows``. [O, bytes of a row]"""
-    kernel, matrix = library(), matrix.contiguous()
-    assert kernel is not None
-    check(matrix.dtype == torch.uint8 and matrix.device.type == "cpu", "bytes on the CPU")
-    check(result.shape == matrix.shape and result.dtype == matrix.dtype and result.is_contiguous(), "a result alike")
-    kernel.outrider_interleave(matrix.data_ptr(), form, len(matrix), width, result.data_ptr(), num_threads)
-    return result
 
 
 def separate(matrix: Tensor, rows: Tensor, form: int, width: int, num_threads: int) -> Tensor:
@@ -200,12 +189,13 @@ def _load(path: Path) -> ctypes.CDLL:
     pointer, number = ctypes.c_void_p, ctypes.c_int64
     matrix: tuple[Any, ...] = (pointer, number, number, number)
     kernels.outrider_few_row_matmul.argtypes = (pointer, number, number, pointer, pointer, *matrix[1:], pointer, number)
-    kernels.outrider_interleave.argtypes = (*matrix, pointer, number)
+    kernels.outrider_copy_rows.argtypes = (pointer, number, number)
     kernels.outrider_widen_rows.argtypes = (*matrix, pointer, number, pointer, number)
     kernels.outrider_separate_rows.argtypes = kernels.outrider_widen_rows.argtypes
     kernels.outrider_forward.argtypes = (pointer, pointer, number)
     kernels.outrider_forward_bytes.argtypes = (pointer, number, pointer)
-    kernels.outrider_widen_rows.restype = kernels.outrider_separate_rows.restype = ctypes.c_bool
+    for function in (kernels.outrider_copy_rows, kernels.outrider_widen_rows, kernels.outrider_separate_rows):
+        function.restype = ctypes.c_bool
     for function in (kernels.outrider_few_row_matmul, kernels.outrider_forward, kernels.outrider_forward_bytes):
         function.restype = is_done
     if hasattr(os, "register_at_fork"):
@@ -214,12 +204,9 @@ def _load(path: Path) -> ctypes.CDLL:
 
 
 def is_done(status: int) -> bool:
-    """Whether a function of the library is done; else a row was out of range (status.h). Raises MemoryError; or
-    RuntimeError if memory ran out halfway, so that the states of sequences are lost."""
+    """Whether a function of the library is done; else a row was out of range (status.h). Raises MemoryError."""
     if status == _NO_MEMORY:
         raise MemoryError
-    if status == _LOST:
-        raise RuntimeError("memory ran out in the middle of a forward: the states of its sequences are lost")
     return bool(status)
 
 

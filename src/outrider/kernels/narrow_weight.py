@@ -10,7 +10,7 @@ model up to the order of sums. The stored numbers may be integers with a scale f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from outrider.kernels.blocks import BlockForm
-from outrider.kernels.library import FORMS, few_row_matmul, interleave, separate, widen_rows
+from outrider.kernels.library import FORMS, few_row_matmul, separate, widen_rows
+from outrider.kernels.row_copies import RowCopy, copy_rows
 
 _aten = torch.ops.aten
 _MAX_ROWS, _MAX_ROWS_STORED = 64, 128
@@ -89,20 +90,12 @@ class NarrowWeight(Tensor):
         return weight
 
     @classmethod
-    def of_blocks(
-        cls,
-        rows: Tensor,
-        form: BlockForm,
-        order: Tensor | None = None,
-        empty_like: Callable[[Tensor], Tensor] = torch.empty_like,
-        experts: ExpertLayout | None = None,
-    ) -> NarrowWeight:
-        """Matrix of float32 in blocks of this form, as checkpoints have them (uint8 [O, bytes of a row]), interleaved
-        to a tensor that ``empty_like`` makes."""
+    def of_blocks(cls, rows: Tensor, form: BlockForm, order: Tensor | None = None) -> NarrowWeight:
+        """Matrix of float32 in blocks of this form, as checkpoints have them (uint8 [O, bytes of a row])."""
         rows = rows.contiguous()
-        width, num_threads = form.width_of(rows.shape[1]), torch.get_num_threads()
-        stored = interleave(rows, form.number, width, num_threads, empty_like(rows))
-        return cls(stored, torch.float32, None, form, order, experts)
+        stored = torch.empty_like(rows)
+        copy_rows([RowCopy(rows, form.number, stored)], torch.get_num_threads())
+        return cls(stored, torch.float32, None, form, order)
 
     @property
     def rounds(self) -> bool:

@@ -11,13 +11,22 @@ struct Matrix {
   const float* bias;    // or null
 };
 
+// Rows of a matrix as files have them, and the matrix to which they are copied.
+struct RowCopy {
+  const uint8_t* source;
+  uint8_t* matrix;
+  const int64_t* places;  // of the rows in the matrix; or null: the same
+  int64_t form, num_rows, num_channels, row_bytes;
+
+  int64_t place(int64_t row) const { return places == nullptr ? row : places[row]; }
+};
+
 // Rows [T, I] as all matrices take them.
 struct Rows {
   const float* x;
   const RoundedChunk* chunks;  // the first of all rows, then the second of all, and so on; used if there are digits
   int64_t number, width;
   int64_t num_digits;  // of integers (rounded_rows.h); 0 for float32
-  bool* lacks_memory;  // is set if the digits of rows (int8_tiles.h) find none: the products are not there then
 };
 
 // Channels of a matrix that a thread computes, in whole vectors.

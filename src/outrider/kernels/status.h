@@ -1,9 +1,8 @@
 // What functions tell Python (library.py). No exception crosses that border, nor the one of a region of several threads:
-// what a region needs is allocated before it, but for the digits of int8_tiles.h. LOST: these found no memory, and states
-// of sequences have advanced over products that are not there.
+// what a region needs is allocated before it.
 #pragma once
 
 #include <cstdint>
 #include <exception>
 
-enum Status : int32_t { NOT_THERE, DONE, NO_MEMORY, LOST };
+enum Status : int32_t { NOT_THERE, DONE, NO_MEMORY };

@@ -141,7 +141,6 @@ struct Block {
   std::unique_ptr<Choice[]> choices;
   std::unique_ptr<RoundedChunk[]> chunks;
   mutable Barrier barrier;
-  mutable bool lacks_memory = false;  // see Rows
 
  private:
   template <typename Item>

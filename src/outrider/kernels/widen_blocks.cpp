@@ -1,8 +1,62 @@
 // Rows of a matrix in blocks, interleaved (interleaved.h) and taken out again: as they were, or as float32.
 
+#include <algorithm>
+#include <exception>
+#include <mutex>
+#include <thread>
+#include <vector>
+
 #include "products.h"
 
 namespace {
+
+constexpr int64_t PIECE_BYTES = 1 << 20;
+
+// Copies in pieces, in their order, each of which one thread takes.
+class Pieces {
+ public:
+  Pieces(const RowCopy* copies, int64_t number) : copy(copies), end(copies + number) {}
+
+  // Calls `run(copy, begin, end)` for rows that no other thread has, until none are left.
+  template <typename Run>
+  void each(Run run) {
+    for (;;) {
+      std::unique_lock lock(mutex);
+      while (copy != end && row >= copy->num_rows) copy++, row = 0;
+      if (copy == end) return;
+      const RowCopy& taken = *copy;
+      const int64_t begin = row, num_panels = PIECE_BYTES / (LANES * taken.row_bytes + 1) + 1;
+      row = std::min(begin + num_panels * LANES, taken.num_rows);
+      const int64_t end_row = row;
+      lock.unlock();
+      run(taken, begin, end_row);
+    }
+  }
+
+ private:
+  std::mutex mutex;
+  const RowCopy *copy, *const end;
+  int64_t row = 0;
+};
+
+void copy_rows(const RowCopy& copy, int64_t begin, int64_t end) {
+  bool is_in_blocks = false;
+  of_blocks(copy.form, copy.source, [&](auto blocks) {
+    typedef std::remove_const_t<std::remove_pointer_t<decltype(blocks)>> Block;
+    is_in_blocks = true;
+    const int64_t length = copy.row_bytes / static_cast<int64_t>(sizeof(Block));
+    const Interleaved<Block> to(copy.matrix, copy.num_channels, length);
+    for (int64_t first = begin; first < end; first += LANES) {  // rows that share a panel, if they are in its order
+      const int64_t last = std::min(first + LANES, end);
+      for (int64_t b = 0; b < length; b++) {
+        for (int64_t row = first; row < last; row++) to.put(copy.place(row), b, blocks[row * length + b]);
+      }
+    }
+  });
+  for (int64_t row = begin; row < end && !is_in_blocks; row++) {
+    memcpy(copy.matrix + copy.place(row) * copy.row_bytes, copy.source + row * copy.row_bytes, copy.row_bytes);
+  }
+}
 
 // Numbers of some rows of one panel: [num_rows, I].
 template <typename Block>
@@ -77,23 +131,25 @@ bool outrider_widen_rows(const void* matrix, int64_t form, int64_t num_channels,
   return true;
 }
 
-// A matrix of blocks as files have them, with its rows interleaved. Each thread writes the panels that it reads in
-// products (block_matmul.h), but for one at each end: a page lies in the memory of the thread that first writes it.
-void outrider_interleave(const void* matrix, int64_t form, int64_t num_channels, int64_t width, void* to,
-                         int64_t num_threads) {
-  of_blocks(form, matrix, [&](auto blocks) {
-    typedef std::remove_const_t<std::remove_pointer_t<decltype(blocks)>> Block;
-    const int64_t length = width / Block::NUMBERS;
-    const Interleaved<Block> interleaved(to, num_channels, length);
-#pragma omp parallel for schedule(static) num_threads(num_threads)
-    for (int64_t panel = 0; panel < interleaved.num_panels(); panel++) {
-      for (int64_t b = 0; b < length; b++) {
-        for (int64_t row = panel * LANES; row < panel * LANES + interleaved.rows_of(panel); row++) {
-          interleaved.put(row, b, blocks[row * length + b]);
-        }
-      }
-    }
-  });
+// Copies rows as files have them, in the order of the list, to matrices whose blocks are interleaved. Threads of its own
+// take pieces: OpenMP's would spin at each matrix's end if other programs use the processors. Returns whether all rows
+// have a place.
+bool outrider_copy_rows(const RowCopy* copies, int64_t number, int64_t num_threads) {
+  int64_t num_bytes = 0;
+  for (const RowCopy* copy = copies; copy != copies + number; copy++) {
+    if (copy->places != nullptr && !are_all_there(copy->places, copy->num_rows, copy->num_channels)) return false;
+    num_bytes += copy->num_rows * copy->row_bytes;
+  }
+  Pieces pieces(copies, number);
+  auto work = [&] { pieces.each(copy_rows); };
+  std::vector<std::thread> others;
+  try {
+    for (int64_t i = 1; i < std::min(num_threads, num_bytes / PIECE_BYTES + 1); i++) others.emplace_back(work);
+  } catch (const std::exception&) {  // the system has no more threads, or no memory
+  }
+  work();
+  for (std::thread& one : others) one.join();
+  return true;
 }
 
 // Some of its rows as files have them. Returns whether all rows are there.

@@ -31,7 +31,7 @@ struct Worker {
 
   // The first rows of a buffer as products take them.
   Rows of(const Buffer& rows, int64_t width, int64_t number) const {
-    return {rows.get(), b.chunks.get(), number, width, m.num_digits, &b.lacks_memory};
+    return {rows.get(), b.chunks.get(), number, width, m.num_digits};
   }
 
   void product(const Rows& rows, const Matrix& matrix, float* to, int64_t stride) const {

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from outrider.kernels.library import library
 from outrider.kernels.narrow_weight import ExpertLayout, NarrowWeight
+from outrider.kernels.row_copies import BackgroundCopies, RowCopy
 from outrider.models.kinds import INDEX, WHOLE
 from outrider.models.memory import indexed_files, skeleton, types_of, weight_files
 from outrider.models.registry import ModelSpec, Placement
@@ -198,22 +199,30 @@ class StoredWeights(NamedTuple):
     Attributes:
         kept: bytes of the matrices that stay in blocks, or are of 16 bits.
         others: bytes of the other weights.
-        read: reads a weight, in float32 unless it stays. Blocks are interleaved to the tensor that the second argument
-            makes.
+        read: reads one of the others, in float32.
+        stored: makes a matrix that stays, in memory that the second argument makes, and the copies that fill this.
         has_blocks: whether a matrix stays in blocks.
     """
 
     kept: Mapping[str, int]
     others: Mapping[str, int]
-    read: Callable[[str, Callable[[Tensor], Tensor]], Tensor]
+    read: Callable[[str], Tensor]
+    stored: Callable[[str, Callable[[Sequence[int], torch.dtype], Tensor]], tuple[NarrowWeight, list[RowCopy]]]
     has_blocks: bool = True
 
     @property
     def num_bytes(self) -> int:
         return sum(self.kept.values()) + sum(self.others.values())
 
-    def read_all(self) -> dict[str, Tensor]:
-        """All weights, blocks in huge pages."""
+    def begin(self) -> tuple[dict[str, Tensor], BackgroundCopies]:
+        """All weights. The matrices that stay, in huge pages, are filled while the caller goes on."""
         room = Room(self.kept.values())
-        kept = {name: self.read(name, room.empty_like) for name in self.kept}
-        return kept | {name: self.read(name, torch.empty_like) for name in self.others}
+        made = {name: self.stored(name, room.empty) for name in self.kept}
+        copies = BackgroundCopies([copy for _, parts in made.values() for copy in parts])
+        weights: dict[str, Tensor] = {name: weight for name, (weight, _) in made.items()}
+        return weights | {name: self.read(name) for name in self.others}, copies
+
+    def read_all(self) -> dict[str, Tensor]:
+        weights, copies = self.begin()
+        copies.wait()
+        return weights

@@ -36,6 +36,7 @@ from outrider.system.ranks import current_ranks, together
 from outrider.text.tokenizer import has_token, vocab_size
 
 if TYPE_CHECKING:
+    from outrider.kernels.row_copies import BackgroundCopies
     from outrider.models.gguf.file import GgufFile
 
 _LOG = logging.getLogger(__name__)
@@ -79,7 +80,8 @@ def load_checkpoint(spec: ModelSpec, placement: Placement = _ANYWHERE, *, is_tar
     """
     job = _Job.of(spec, placement, is_target=is_target)
     file = open_file(spec)
-    forward, end_ids = _load_planned(job, file), None
+    planned, end_ids = _load_planned(job, file), None
+    forward = None if planned is None else planned[0]
     if forward is not None:
         model = forward.weights
     else:
@@ -99,11 +101,14 @@ def load_checkpoint(spec: ModelSpec, placement: Placement = _ANYWHERE, *, is_tar
         end_ids = stated_end_ids(spec)
     reads_images = is_target and file is None and forward is None and takes_images(model)
     processor = load_processor(spec) if reads_images else None
+    if planned is not None:
+        planned[1].wait()
     return Checkpoint(job.name, model, tokenizer, processor, job.placed.execution, end_ids, forward)
 
 
-def _load_planned(job: _Job, file: GgufFile | None) -> NativeForward | None:
-    """Load a model of a known family straight from its files; None if Transformers must. Raises OptionError."""
+def _load_planned(job: _Job, file: GgufFile | None) -> tuple[NativeForward, BackgroundCopies] | None:
+    """Load a model of a known family straight from its files, and begin to fill its large matrices; None if
+    Transformers must."""
     placed = job.placed
     is_stored = placed.quantization == "none" or file is not None and placed.quantization in ARITHMETICS
     is_asked = placed.execution in ("auto", "native") and placed.store != "plain"
@@ -114,9 +119,11 @@ def _load_planned(job: _Job, file: GgufFile | None) -> NativeForward | None:
     try:
         with reading(job.spec, "model"):
             if file is None:
-                return NativeForward(planned_folder(job.spec))
-            num_digits = quantize.num_digits_of(placed.quantization)
-            return NativeForward(planned_file(job.spec, file, num_digits, needs_blocks=placed.quantization != "none"))
+                model, copies = planned_folder(job.spec)
+            else:
+                num_digits, needs_blocks = quantize.num_digits_of(placed.quantization), placed.quantization != "none"
+                model, copies = planned_file(job.spec, file, num_digits, needs_blocks=needs_blocks)
+            return NativeForward(model), copies
     except NotPlanned as reason:
         _LOG.info("%s is loaded by Transformers: %s", job.name, reason)
         return None
@@ -222,12 +229,14 @@ def _load_share(job: _Job, config: Any, num_threads: int) -> Any:
 
 
 def _load_stored(config: Any, weights: cpu_weights.StoredWeights) -> Any:
+    tensors, copies = weights.begin()
     model = cpu_weights.without_weights(quantize.plain_config(config))
-    set_weights(model, weights.read_all())
+    set_weights(model, tensors)
     model.tie_weights()
+    copies.wait()
+    are_there = [one for one in model.parameters() if isinstance(one, NarrowWeight)]
     cpu_weights.narrow_weights(model, torch.float32)
-    narrow = [one for one in model.parameters() if isinstance(one, NarrowWeight)]
-    move_weights(model, [one for one in narrow if one.blocks is not None])  # blocks are there
+    move_weights(model, are_there)
     return model
 
 

@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
+from torch import Tensor
 
+from outrider.kernels.library import FORMS
 from outrider.kernels.narrow_weight import NarrowWeight
-from outrider.models.cpu_weights import files_of, large_matrices, stored_type, without_weights
+from outrider.kernels.row_copies import BackgroundCopies, RowCopy
+from outrider.models.cpu_weights import StoredWeights, files_of, large_matrices, stored_type, without_weights
 from outrider.models.gguf.checkpoint import planned_weights
 from outrider.models.gguf.families import stated_model, transformers_config
 from outrider.models.gguf.file import GgufFile
@@ -26,15 +30,15 @@ from outrider.models.reading import read_config
 from outrider.models.registry import ModelSpec
 from outrider.native.families import plan_of
 from outrider.native.model_config import ModelConfig
-from outrider.native.plan import NotPlanned, weight_names
+from outrider.native.plan import NotPlanned, Plan, weight_names
 from outrider.native.planned_model import PlannedModel
-from outrider.runtime.weight_tensors import Room
 
-_CPU = torch.device("cpu")
+Planned = tuple[PlannedModel, BackgroundCopies]
+"""A model, whose large matrices are still being filled."""
 
 
-def planned_file(spec: ModelSpec, file: GgufFile, num_digits: int, *, needs_blocks: bool) -> PlannedModel:
-    """Load a GGUF file. Raises NotPlanned, UnsupportedModel, ModelCorrupt, DeviceError.
+def planned_file(spec: ModelSpec, file: GgufFile, num_digits: int, *, needs_blocks: bool) -> Planned:
+    """Begin to load a GGUF file. Raises NotPlanned, UnsupportedModel, ModelCorrupt, DeviceError.
 
     Args:
         num_digits: of the integers to which rows are rounded before products (``BlockForm``).
@@ -47,44 +51,51 @@ def planned_file(spec: ModelSpec, file: GgufFile, num_digits: int, *, needs_bloc
     weights = planned_weights(file, stated, config, plan, spec.name, num_digits)
     if needs_blocks and not weights.has_blocks:
         raise NotPlanned("no matrix stays in blocks")
-    check_fits(spec.name, weights.num_bytes, _CPU)
 
     def build() -> Any:
         built = transformers_config(stated, spec.name)
         built.name_or_path = str(file.path)  # where its MTP layers are
         return without_weights(built)
 
-    return PlannedModel(config, plan, weights.read_all(), build)
+    return _begun(spec, config, plan, weights, build)
 
 
-def planned_folder(spec: ModelSpec) -> PlannedModel:
-    """Load a folder or hub repository with weights in safetensors. Raises NotPlanned, UnsupportedModel, ModelCorrupt,
-    DeviceError."""
+def planned_folder(spec: ModelSpec) -> Planned:
+    """Begin to load a folder or hub repository with weights in safetensors. Raises NotPlanned, UnsupportedModel,
+    ModelCorrupt, DeviceError."""
     config = ModelConfig(_stated(spec))
     check_task(spec.name, config)
     plan, files = plan_of(config), files_of(spec)
-    shapes = {name: shape for file in files for name, shape in tensor_shapes(file).items()}
-    names = weight_names(plan)
-    if missing := sorted(names - shapes.keys()):
-        raise NotPlanned(f"its files have no {missing[0]}")
-    if others := sorted(shapes.keys() - names - {"lm_head.weight"}):  # whose copy some files have that tie it
-        raise NotPlanned(f"its plan does not know {others[0]}")
     if strange := types_of(files) - {"F32", "F16", "BF16"}:
         raise NotPlanned(f"its files have weights of the type {min(strange)}")
-    stored, large = stored_type(types_of(files)), large_matrices(plan, shapes)
-    num_bytes = {name: math.prod(shapes[name]) * (stored.itemsize if name in large else 4) for name in sorted(names)}
-    check_fits(spec.name, sum(num_bytes.values()), _CPU)
-    room, tensors = Room(num_bytes.values()), {}
-    for file in files:
-        with safe_open(file, "pt") as opened:
-            for name in sorted(names.intersection(opened.keys())):
-                given, layout = opened.get_tensor(name), large.get(name)
-                is_narrow = name in large and (stored != torch.float32 or layout is not None)
-                given = given if layout is None else layout.rows(given)
-                given = given.to(stored if is_narrow else torch.float32)
-                kept = room.empty_like(given).copy_(given)
-                tensors[name] = NarrowWeight(kept, torch.float32, experts=layout) if is_narrow else kept
-    return PlannedModel(config, plan, tensors, lambda: without_weights(plain_config(read_config(spec))))
+    opened: list[Any] = [safe_open(file, "pt") for file in files]
+    places: dict[str, Any] = {name: one for one in opened for name in one.keys()}  # noqa: SIM118 - no dictionary
+    names, shapes = weight_names(plan), {name: shape for file in files for name, shape in tensor_shapes(file).items()}
+    if missing := sorted(names - places.keys()):
+        raise NotPlanned(f"its files have no {missing[0]}")
+    if others := sorted(places.keys() - names - {"lm_head.weight"}):  # whose copy some files have that tie it
+        raise NotPlanned(f"its plan does not know {others[0]}")
+    dtype, large = stored_type(types_of(files)), large_matrices(plan, shapes)
+
+    def stored(name: str, empty: Callable[[Sequence[int], torch.dtype], Tensor]) -> tuple[NarrowWeight, list[RowCopy]]:
+        given, layout = places[name].get_tensor(name), large[name]
+        rows = (given if layout is None else layout.rows(given)).to(dtype).contiguous()
+        matrix = empty(rows.shape, dtype)
+        return NarrowWeight(matrix, torch.float32, experts=layout), [RowCopy(rows, FORMS[dtype], matrix)]
+
+    sizes = {name: math.prod(shapes[name]) * (dtype.itemsize if name in large else 4) for name in sorted(names)}
+    kept = {name: size for name, size in sizes.items() if name in large}
+    others_of = {name: size for name, size in sizes.items() if name not in large}
+    weights = StoredWeights(kept, others_of, lambda name: places[name].get_tensor(name).float(), stored)
+    return _begun(spec, config, plan, weights, lambda: without_weights(plain_config(read_config(spec))))
+
+
+def _begun(
+    spec: ModelSpec, config: ModelConfig, plan: Plan, weights: StoredWeights, build: Callable[[], Any]
+) -> Planned:
+    check_fits(spec.name, weights.num_bytes, torch.device("cpu"))
+    tensors, copies = weights.begin()
+    return PlannedModel(config, plan, tensors, build), copies
 
 
 def _stated(spec: ModelSpec) -> dict[str, Any]:

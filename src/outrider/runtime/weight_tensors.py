@@ -9,6 +9,7 @@ round, and more where memory limits rounds (docs/internals/log/2026.md).
 from __future__ import annotations
 
 import logging
+import math
 import mmap
 import sys
 from collections import Counter
@@ -44,13 +45,13 @@ class Room:
                 _LOG.info("no huge pages for %d MB of weights: %s", total >> 20, error)
                 self.is_huge = False
 
-    def empty_like(self, tensor: Tensor) -> Tensor:
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Contiguous tensor on the CPU, in a storage of its own, which keeps the memory alive."""
         if not self.is_huge:
-            return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-        memory = torch.frombuffer(self._memory, dtype=tensor.dtype, count=tensor.numel(), offset=self._place)
+            return torch.empty(tuple(shape), dtype=dtype, device="cpu")
+        tensor = torch.frombuffer(self._memory, dtype=dtype, count=math.prod(shape), offset=self._place)
         self._place += _aligned(tensor.nbytes)
-        return memory.view(tensor.shape)
+        return tensor.view(tuple(shape))
 
 
 def _aligned(num_bytes: int) -> int:
@@ -74,7 +75,7 @@ def move_weights(model: nn.Module, others: Sequence[Tensor] = ()) -> None:
     room = Room(one.nbytes for one in moved)
     if room.is_huge:
         for one in moved:
-            one.data = room.empty_like(one).copy_(one)
+            one.data = room.empty(one.shape, one.dtype).copy_(one)
 
 
 def set_weights(model: Any, weights: Mapping[str, Tensor]) -> list[str]:

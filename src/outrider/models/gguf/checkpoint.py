@@ -19,6 +19,7 @@ from outrider.errors import ModelCorrupt, UnsupportedModel
 from outrider.kernels.blocks import BLOCK_FORMS
 from outrider.kernels.library import FORMS
 from outrider.kernels.narrow_weight import ExpertLayout, NarrowWeight
+from outrider.kernels.row_copies import RowCopy
 from outrider.models.cpu_weights import HALVES, StoredWeights, large_matrices
 from outrider.models.gguf.families import StatedModel, stated_model, transformers_config
 from outrider.models.gguf.family import Family, Order, place_of
@@ -97,18 +98,17 @@ def _stored(
         wide = {weight: one for weight, one in found.items() if weight in large or len(one.tensors[0].shape) > 2}
         _tell_widened(name, [one for weight, one in wide.items() if weight not in kept])
 
-    def read(weight: str, empty_like: Callable[[Tensor], Tensor]) -> Tensor:
-        source = found[weight]
-        if weight in kept:
-            return source.stored(num_digits, empty_like, large[weight])
-        numbers, layout = source.numbers(), large.get(weight)
+    def read(weight: str) -> Tensor:
+        numbers, layout = found[weight].numbers(), large.get(weight)
         if layout is None or layout.num_parts is None:
             return numbers
         return NarrowWeight(layout.rows(numbers), torch.float32, experts=layout)  # by columns, which are not multiplied
 
     others = {weight: 4 * math.prod(one.shape) for weight, one in found.items() if weight not in kept}
     has_blocks = any(found[weight].tensors[0].kind in BLOCK_FORMS for weight in kept)
-    return StoredWeights(kept, others, read, has_blocks)
+    return StoredWeights(
+        kept, others, read, lambda weight, empty: found[weight].stored(num_digits, empty, large[weight]), has_blocks
+    )
 
 
 def _tell_widened(name: str, sources: Sequence[Source]) -> None:
@@ -180,21 +180,33 @@ class Source:
     def stored(
         self,
         num_digits: int,
-        empty_like: Callable[[Tensor], Tensor] = torch.empty_like,
+        empty: Callable[[Sequence[int], torch.dtype], Tensor],
         layout: ExpertLayout | None = None,
-    ) -> NarrowWeight:
-        """The parameter as it is stored, if it stays; the arguments are those of ``NarrowWeight.of_blocks``."""
-        kind, parts = self.tensors[0].kind, [torch.from_numpy(one.raw()) for one in self.tensors]
-        rows = (parts[0] if len(parts) == 1 else torch.cat(parts, dim=-2)).flatten(0, -2)
-        rows = rows if self.order is None else rows[self.order.places()]
-        if kind in _HALVES:
-            numbers = rows.view(_HALVES[kind])
-            numbers = numbers if self.columns is None else numbers[:, self.columns.places()]
-            return NarrowWeight(numbers, torch.float32, experts=layout)
-        form = replace(BLOCK_FORMS[kind], num_digits=num_digits)
-        # Columns stay in the file's order, since a block has many of them.
-        columns = None if self.columns is None else self.columns.places().argsort().int()
-        return NarrowWeight.of_blocks(rows, form, columns, empty_like, layout)
+    ) -> tuple[NarrowWeight, list[RowCopy]]:
+        """The parameter as it is stored, if it stays, in memory that ``empty`` makes, and the copies that fill this.
+
+        Args:
+            num_digits: see ``BlockForm``.
+        """
+        kind = self.tensors[0].kind
+        parts = [torch.from_numpy(one.raw()).view(_HALVES.get(kind, torch.uint8)) for one in self.tensors]
+        form, columns = None, None
+        if kind in BLOCK_FORMS:
+            # Columns stay in the file's order, since a block has many of them.
+            form = replace(BLOCK_FORMS[kind], num_digits=num_digits)
+            columns = None if self.columns is None else self.columns.places().argsort().int()
+        elif self.columns is not None:
+            parts = [one[..., self.columns.places()] for one in parts]
+        rows = [one.flatten(0, -2) for one in parts]
+        num_rows = sum(map(len, rows))
+        places: Sequence[Tensor | None] = [None]
+        if len(parts) > 1 or self.order is not None:
+            all_places = torch.arange(num_rows) if self.order is None else self.order.places().argsort()
+            of_parts = all_places.view(*parts[0].shape[:-2], -1).split([one.shape[-2] for one in parts], dim=-1)
+            places = [one.flatten() for one in of_parts]
+        matrix = empty((num_rows, rows[0].shape[1]), rows[0].dtype)
+        copies = [RowCopy(one, kind, matrix, place) for one, place in zip(rows, places, strict=True)]
+        return NarrowWeight(matrix, torch.float32, None, form, columns, layout), copies
 
 
 def _sources(file: GgufFile, model: StatedModel, names: Set[str], config: Any, name: str) -> dict[str, Source]:

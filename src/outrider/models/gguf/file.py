@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from outrider.errors import ModelCorrupt, ModelNotFound
+from outrider.kernels.blocks import BLOCK_FORMS
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
@@ -30,6 +31,14 @@ _NUMBERS = {
     0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8", 12: "<f8",
 }  # fmt: skip
 _STRING, _ARRAY = 8, 9
+# Types of tensors that are plain numbers: NumPy's, by ggml's number. Of BF16 it has none.
+_PLAIN, _BF16 = {0: "f4", 1: "f2", 24: "i1", 25: "i2", 26: "i4", 27: "i8", 28: "f8"}, 30
+# Numbers and bytes of a block of usual types. The package gguf knows all, and takes a while to import.
+_BLOCK_SIZES = {
+    _BF16: (1, 2),
+    **{kind: (1, np.dtype(plain).itemsize) for kind, plain in _PLAIN.items()},
+    **{kind: (form.num_numbers, form.num_bytes) for kind, form in BLOCK_FORMS.items()},
+}
 _MOST_DIMENSIONS = 4
 _SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 
@@ -46,7 +55,7 @@ class StoredTensor(NamedTuple):
     @property
     def stored_shape(self) -> tuple[int, ...]:
         """Shape of the bytes, those of a row along the last dimension."""
-        block, block_bytes = _block_sizes()[self.kind]
+        block, block_bytes = _block_sizes(self.kind)
         return (*self.shape[:-1], self.shape[-1] // block * block_bytes)
 
     @property
@@ -172,12 +181,14 @@ class _Header:
         return name, shape[::-1], self._number("<I"), self._number("<Q")
 
     def _tensor(self, name: str, shape: tuple[int, ...], kind: int, offset: int, begin: int) -> StoredTensor:
-        if kind not in _block_sizes():
+        try:
+            block, _ = _block_sizes(kind)
+        except KeyError:
             raise ModelCorrupt(
                 f"{self.path}: {name:.60} is of ggml's type {kind}, which the package gguf here does not know"
-            )
+            ) from None
         tensor = StoredTensor(self.path, name, shape, kind, begin + offset)
-        if min(shape) < 1 or shape[-1] % _block_sizes()[kind][0]:
+        if min(shape) < 1 or shape[-1] % block:
             raise self._damage(f"{name:.60} of the shape {list(shape)}")
         if offset % self._alignment:
             raise self._damage(f"{name:.60} at {offset}")
@@ -221,17 +232,20 @@ def _text(path: Path, text: bytes) -> str:
 
 def _numbers(stored: Any, kind: int) -> Any:
     """Numbers of the bytes of a tensor. Raises NotImplementedError: the package gguf cannot read the type."""
+    if kind in _PLAIN:
+        return stored.view(_PLAIN[kind])
     from gguf import GGMLQuantizationType, dequantize
 
-    own = {0: "f4", 1: "f2", 24: "i1", 25: "i2", 26: "i4", 27: "i8", 28: "f8"}
-    return stored.view(own[kind]) if kind in own else dequantize(stored, GGMLQuantizationType(kind))
+    return dequantize(stored, GGMLQuantizationType(kind))
 
 
 @lru_cache
 def is_readable(kind: int) -> bool:
     """Whether the numbers of a type can be read; a file may have it all the same."""
+    if kind in _BLOCK_SIZES:
+        return True
     try:
-        _numbers(np.zeros((1, _block_sizes()[kind][1]), np.uint8), kind)
+        _numbers(np.zeros((1, _block_sizes(kind)[1]), np.uint8), kind)
     except NotImplementedError:
         return False
     return True
@@ -243,8 +257,11 @@ def type_name(kind: int) -> str:
     return GGMLQuantizationType(kind).name
 
 
-@lru_cache(maxsize=1)
-def _block_sizes() -> dict[int, tuple[int, int]]:
+def _block_sizes(kind: int) -> tuple[int, int]:
+    """Numbers and bytes of a block. Raises KeyError: the package gguf does not know the type."""
+    if kind in _BLOCK_SIZES:
+        return _BLOCK_SIZES[kind]
     from gguf import GGML_QUANT_SIZES
 
-    return {int(kind): sizes for kind, sizes in GGML_QUANT_SIZES.items()}
+    sizes: dict[int, tuple[int, int]] = {int(known): sizes for known, sizes in GGML_QUANT_SIZES.items()}
+    return sizes[kind]

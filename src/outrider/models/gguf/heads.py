@@ -7,7 +7,7 @@ gemma.py, which tell how files come about; the build of llama-cpp-python 0.3.36.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -147,12 +147,13 @@ def _read(sources: Mapping[str, Source], num_digits: int | None) -> dict[str, Te
         if num_digits is not None and source.stays(layouts[name]) and is_large(source.shape)
     }
 
-    def read(name: str, empty_like: Callable[[Tensor], Tensor]) -> Tensor:
-        source = sources[name]
-        return source.stored(num_digits or 0, empty_like, layouts[name]) if name in kept else source.numbers()
-
     others = {name: 4 * math.prod(one.shape) for name, one in sources.items() if name not in kept}
-    return StoredWeights(kept, others, read).read_all()
+    return StoredWeights(
+        kept,
+        others,
+        lambda name: sources[name].numbers(),
+        lambda name, empty: sources[name].stored(num_digits or 0, empty, layouts[name]),
+    ).read_all()
 
 
 def _fields(stated: Stated, *, is_eagle3: bool) -> dict[str, Any]:
