@@ -20,7 +20,7 @@ from outrider.drafters.base import CommittedTokens, Drafter, Prefill, Rows, Sess
 from outrider.drafters.lookups import SuffixSession, looked_up
 from outrider.records import Draft
 from outrider.runtime.lm import LM
-from outrider.sampling.probs import certain_rows, one_hot_rows
+from outrider.sampling.probs import certain_rows, certain_where
 from outrider.sampling.rules import Rule
 
 RIVAL_ACCEPTANCE = 0.7
@@ -94,8 +94,7 @@ class HybridSession(Session):
         ids = torch.where(is_found[:, None], found.ids, other.ids)
         probs, is_finite = other.probs, other.is_finite
         if probs is not None:
-            certain: Any = one_hot_rows(ids, probs)
-            probs = torch.where(is_found[:, None, None], certain, probs)
+            probs = certain_where(is_found, ids, probs)
         if is_finite is not None:
             is_finite = is_finite | is_found[:, None]
         return Draft(ids, probs, torch.where(is_found, found.num_drafted, other.num_drafted), is_finite)
