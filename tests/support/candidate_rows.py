@@ -14,7 +14,7 @@ def as_candidates(rows: Tensor, buffers: CandidateBuffers, *, lists_all: bool = 
     """The same rows, which float32 must hold; of V weights without ids, as where nothing is filtered, if asked for.
     [..., V]"""
     flat = rows.reshape(-1, rows.shape[-1]).to(torch.float32)
-    made, _ = buffers.of_logits(torch.zeros_like(flat)[None], torch.ones(1), None, None, None)  # V weights of each
+    made, _ = buffers.of_logits(torch.zeros_like(flat)[None], torch.ones(1))  # V weights of each
     for number, row in zip(made.index[0].tolist(), flat, strict=True):
         start, ids = int(buffers.starts[number]), row.nonzero().flatten()
         weights = row if lists_all else row[ids]

@@ -82,12 +82,11 @@ class HybridSession(Session):
         other, found = self._other.propose(self._rest(rows), k, rule, noise), looked_up(rows, self._found)
         if found.ids.shape[1] == 0:
             return other
-        if other.ids.shape[1] == 0:  # columns, but no tokens
-            ids = torch.zeros_like(found.ids)
+        if other.ids.shape[1] == 0:
             one_hot = self._drafter.is_one_hot
-            probs = None if one_hot else certain_rows(ids, self._vocab_size, rows.settings)
-            is_finite = torch.ones_like(ids, dtype=torch.bool) if self._drafter.models else None
-            other = Draft(ids, probs, torch.zeros_like(ids[:, 0]), is_finite)
+            probs = None if one_hot else certain_rows(found.ids, self._vocab_size, rows.settings)
+            is_finite = torch.ones_like(found.ids, dtype=torch.bool) if self._drafter.models else None
+            return replace(found, probs=probs, is_finite=is_finite)
         k = max(found.ids.shape[1], other.ids.shape[1])
         found, other = pad(found, k), pad(other, k)
         is_found = found.num_drafted > 0

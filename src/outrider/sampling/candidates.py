@@ -13,45 +13,24 @@ This module does not know sampling options.
 
 from __future__ import annotations
 
-import ctypes
 import math
+from ctypes import byref
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from outrider.kernels.library import check, is_done, library
+from outrider.kernels.library import call, check, library
 from outrider.kernels.structures import native
 from outrider.records import Draft, Verdict
 
 _ALIGNMENT = 16  # of rows (token_rows.h)
-_DTYPES = {"f": torch.float32, "d": torch.float64, "l": torch.int64, "b": torch.bool}
-_ARGUMENTS = {  # after the buffers; n: a number
-    "outrider_candidates": "fnnnnlflffb",
-    "outrider_probabilities": "lnld",
-    "outrider_one_hot": "ln",
-    "outrider_draw": "lndl",
-    "outrider_draw_with_noise": "lnlll",
-    "outrider_verify": "nnnlllldnlllld",
-}
-
-
-@lru_cache
-def _library() -> ctypes.CDLL | None:
-    kernels = library()
-    if kernels is not None:
-        for name, kinds in _ARGUMENTS.items():
-            types = (ctypes.c_int64 if kind == "n" else ctypes.c_void_p for kind in kinds)
-            getattr(kernels, name).argtypes = [ctypes.c_void_p, *types]
-        kernels.outrider_candidates.restype = kernels.outrider_verify.restype = is_done
-    return kernels
 
 
 def candidate_buffers(vocab_size: int, device: torch.device) -> CandidateBuffers | None:
     """Empty buffers; None where rows are tensors: on other devices, or without the C++ library."""
-    return CandidateBuffers(vocab_size) if device.type == "cpu" and _library() is not None else None
+    return CandidateBuffers(vocab_size) if device.type == "cpu" and library() is not None else None
 
 
 class CandidateBuffers:
@@ -63,6 +42,7 @@ class CandidateBuffers:
         starts, counts: of each row, where its tokens start, and how many they are; -1: all of the vocabulary, without
             ids. [R]
         sums: of the weights of each row. float64 [R]
+        native: the same in C++ (token_rows.h), with the numbers of rows and of tokens.
     """
 
     def __init__(self, vocab_size: int) -> None:
@@ -70,19 +50,19 @@ class CandidateBuffers:
         self.ids, self.weights = torch.empty(0, dtype=torch.int32), torch.empty(0)
         self.starts, self.counts = torch.empty(2, 0, dtype=torch.long)
         self.sums = torch.empty(0, dtype=torch.float64)
-        self._used = native().CandidateBuffers(vocab_size=vocab_size)
+        self.native = native().CandidateBuffers(vocab_size=vocab_size)
 
     def clear(self) -> None:
         """Drop all rows. Later ones are written over them."""
-        self._used.num_rows = self._used.num_tokens = 0
+        self.native.num_rows = self.native.num_tokens = 0
 
     def of_logits(
         self,
         logits: Tensor,
         temperature: Tensor,
-        top_k: Tensor | None,
-        top_p: Tensor | None,
-        min_p: Tensor | None,
+        top_k: Tensor | None = None,
+        top_p: Tensor | None = None,
+        min_p: Tensor | None = None,
         token_ids: Tensor | None = None,
     ) -> tuple[Candidates, Tensor]:
         """Add rows of logits under these options, whose meaning is that of probs.py.
@@ -105,18 +85,18 @@ class CandidateBuffers:
         check(all(one is None or one.shape == (num_rows,) for one in options), "options of each row")
         rows = self._new_rows(num_rows, num_places, num_tokens=num_tokens)
         given = flat, len(flat), flat.stride(0), num_tokens, num_places, token_ids
-        self.call("outrider_candidates", *given, *options, is_finite)
+        call("candidates", byref(self.native), *given, *options, is_finite)
         return rows, is_finite
 
     def one_hot(self, ids: Tensor) -> Candidates:
         """Add rows of one token each. [B, T]"""
         rows = self._new_rows(*ids.shape, num_tokens=1)
-        self.call("outrider_one_hot", ids.contiguous(), ids.numel())
+        call("one_hot", byref(self.native), ids.contiguous(), ids.numel())
         return rows
 
     def _new_rows(self, *shape: int, num_tokens: int) -> Candidates:
         """The rows that are added next, and room for as many tokens in each. [*shape]"""
-        used, num_new = self._used, math.prod(shape)
+        used, num_new = self.native, math.prod(shape)
         num_rows, end = used.num_rows + num_new, used.num_tokens + num_new * (num_tokens + _ALIGNMENT)
         if num_rows > len(self.sums) or end > len(self.ids):
             self.ids, self.weights = (_enlarged(one, used.num_tokens, end) for one in (self.ids, self.weights))
@@ -125,16 +105,6 @@ class CandidateBuffers:
             for name in ("ids", "weights", "starts", "counts", "sums"):
                 setattr(used, name, getattr(self, name).data_ptr())
         return Candidates(self, torch.arange(used.num_rows, num_rows).view(shape))
-
-    def call(self, name: str, *arguments: Tensor | int | None) -> None:
-        """Call a function of the library on these buffers. The arguments outlive the call."""
-        kinds = zip(arguments, _ARGUMENTS[name], strict=True)
-        check(
-            all(one.dtype == _DTYPES.get(kind) for one, kind in kinds if isinstance(one, Tensor)),
-            "arguments as declared",
-        )
-        pointers = (one.data_ptr() if isinstance(one, Tensor) else one for one in arguments)
-        getattr(_library(), name)(ctypes.byref(self._used), *pointers)
 
 
 def _enlarged(values: Tensor, num_used: int, num: int) -> Tensor:
@@ -175,27 +145,21 @@ class Candidates:
             )
         return probs
 
-    def at(self, ids: Tensor) -> Tensor:
-        """Probability of one token of each row. [...] -> float64 [...]"""
-        check(ids.shape == self.index.shape, "a token of each row")
-        probs = torch.empty(ids.shape, dtype=torch.float64)
-        self.buffers.call("outrider_probabilities", self.index.contiguous(), ids.numel(), ids.contiguous(), probs)
-        return probs
-
     def draw(self, uniforms: Tensor) -> Tensor:
         """Draw from each row by inverting its cumulative sum. [B] -> [B]"""
-        return self._draw("outrider_draw", uniforms)
+        return self._draw(0, uniforms.contiguous(), 1, None, None)
 
     def draw_with_noise(self, seeds: Tensor, positions: Tensor) -> Tensor:
         """Draw with the Gumbel noise of these seeds and positions (noise.py). [B] -> [B]"""
-        return self._draw("outrider_draw_with_noise", seeds, positions)
+        return self._draw(2, None, 0, seeds.contiguous(), positions.contiguous())
 
-    def _draw(self, name: str, *noise: Tensor) -> Tensor:
-        check(all(one.shape == self.index.shape for one in noise), "noise of each row")
-        ids = torch.empty_like(self.index)
-        given = [one.contiguous() for one in (self.index, *noise)]
-        self.buffers.call(name, given[0], ids.numel(), *given[1:], ids)
-        return ids
+    def _draw(self, rule: int, *noise: Tensor | int | None) -> Tensor:
+        """The token after an empty draft. [B]"""
+        check(all(one.shape == self.index.shape for one in noise if isinstance(one, Tensor)), "noise of each row")
+        ids = torch.empty(2, len(self.index), dtype=torch.long)
+        given = rule, len(self.index), 0, self.index.contiguous(), None, None, None, *noise
+        call("verify", byref(self.buffers.native), *given, ids[0], ids[1], None)
+        return ids[1]
 
     def verify(self, rule: int, draft: Draft, noise: tuple[Tensor | int | None, ...]) -> Verdict:
         """The verdict of a rule of rules.py, on rows of p [B, K+1].
@@ -206,10 +170,11 @@ class Candidates:
         """
         num_rows, k = draft.ids.shape
         check(self.index.shape == (num_rows, k + 1), "rows of p at each drafted token, and after them")
+        check(all(len(one) == num_rows for one in noise if isinstance(one, Tensor)), "noise of each row")
         check(draft.probs is None or draft.probs.buffers is self.buffers, "rows of p and q in the same buffers")
         num_accepted, next_ids = torch.empty(2, num_rows, dtype=torch.long)
         drafted_probs = torch.zeros(num_rows, k, 2, dtype=torch.float64)
         p, q = self.index.contiguous(), None if draft.probs is None else draft.probs.index.contiguous()
         given = p, q, draft.ids.contiguous(), draft.num_drafted.contiguous(), *noise
-        self.buffers.call("outrider_verify", rule, num_rows, k, *given, num_accepted, next_ids, drafted_probs)
+        call("verify", byref(self.buffers.native), rule, num_rows, k, *given, num_accepted, next_ids, drafted_probs)
         return Verdict(num_accepted, next_ids, drafted_probs)

@@ -269,24 +269,16 @@ def rows_of(
         token_ids: the tokens of the logits, ascending, if those of others are unknown; None for all. D numbers
         vocab_size: V, then.
     """
+    buffers = None if logits.dtype == torch.float64 else settings.candidates
     if token_ids is not None:
         assert logits.shape[-1] == len(token_ids)
-        own = settings.logit_bias, settings.repetition_penalty, settings.min_tokens  # of single tokens
-        is_plain = allowed is None and not settings.has_counts and all(one is None for one in own)
-        if is_plain and settings.candidates is not None and logits.dtype != torch.float64:
-            return _candidates(settings.candidates, logits.to(torch.float32), settings, token_ids)
-        logits = spread(logits, token_ids, vocab_size)
+        own = settings.logit_bias, settings.repetition_penalty, settings.min_tokens, allowed  # of single tokens
+        if buffers is None or settings.has_counts or any(one is not None for one in own):
+            logits, token_ids = spread(logits, token_ids, vocab_size), None
     x = change(logits, settings, history, allowed)
-    if logits.dtype == torch.float64 or settings.candidates is None:
+    if buffers is None:
         return _to_probs(x, settings), is_finite(x)
-    return _candidates(settings.candidates, x, settings)
-
-
-def _candidates(
-    buffers: CandidateBuffers, x: Tensor, settings: Settings, token_ids: Tensor | None = None
-) -> tuple[Candidates, Tensor]:
-    options = settings.temperature, settings.top_k, settings.top_p, settings.min_p
-    return buffers.of_logits(x, *options, token_ids)
+    return buffers.of_logits(x, settings.temperature, settings.top_k, settings.top_p, settings.min_p, token_ids)
 
 
 def full(probs: Probs) -> Tensor:
