@@ -26,6 +26,7 @@ from outrider.decoder import Decoder
 from outrider.models.few_tokens import with_few_tokens
 from outrider.options import Sampling
 from outrider.runtime.lm import LM
+from outrider.sampling.candidates import candidate_buffers
 from outrider.sampling.probs import Settings, draw, rows_of
 
 SIZES = (16384, 8192, 4096, 2048)
@@ -134,11 +135,13 @@ def _costs(drafts: dict[str, LM]) -> dict[str, dict[str, float]]:
 def _step(draft: LM, sampling: Sampling) -> Callable[[], Tensor]:
     cache = draft.new_cache(1, PLACES + 1)
     ids, positions = torch.tensor([[7]]), torch.tensor([[PLACES]])
-    neutral = Settings.neutral(1, draft.device, takes_candidates=True)
-    settings = neutral.with_row(0, sampling, draft.vocab_size)
+    buffers = candidate_buffers(draft.vocab_size, draft.device)
+    settings = Settings.neutral(1, draft.device, buffers).with_row(0, sampling, draft.vocab_size)
     uniform = torch.tensor([0.4], dtype=torch.float64)
 
     def step() -> Tensor:
+        if buffers is not None:
+            buffers.clear()
         logits = draft.forward(ids, positions, cache, cache.capacity, spreads=False)
         rows, _ = rows_of(logits, settings, token_ids=draft.token_ids, vocab_size=draft.vocab_size)
         return draw(rows[:, 0], uniform)

@@ -18,6 +18,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,11 +26,13 @@ from torch import Tensor
 
 from outrider.options import Sampling
 from outrider.records import Draft
+from outrider.sampling.candidates import candidate_buffers
 from outrider.sampling.probs import Settings, rows_of
 from outrider.sampling.rules import RULES, Rule
 from outrider.system.provenance import provenance
 
 K = 4
+Call = tuple[Callable[[], Draft], Callable[[Draft], None]]  # the draft is made before what is measured
 CPU = torch.device("cpu")
 SETTINGS = {
     "greedy": Sampling(temperature=0.0),
@@ -48,8 +51,8 @@ class Case:
     draft: Tensor
     settings: Settings
 
-    def calls(self) -> dict[str, Callable[[], Any]]:
-        """A plain token, and a round; what the draft has drawn is made before."""
+    def calls(self) -> dict[str, Call]:
+        """A plain token, and a round."""
         num_rows, vocab_size = len(self.target), self.target.shape[-1]
         rows = seeds = torch.arange(num_rows)
         starts = torch.full((num_rows,), 9)
@@ -60,11 +63,19 @@ class Case:
         nothing = Draft(ids[:, :0], None, torch.zeros_like(starts))
         drafted = Draft(ids, q, torch.full_like(starts, K))
 
+        def renewed(draft: Draft) -> Draft:
+            """The draft, in buffers without other rows."""
+            if self.settings.candidates is None:
+                return draft
+            self.settings.candidates.clear()
+            return draft if draft.probs is None else replace(draft, probs=rows_of(self.draft, self.settings)[0])
+
         def call(logits: Tensor, draft: Draft) -> None:
             # As in the loop, uniform numbers are made long before, Gumbel noise when it is asked for.
             self.rule.verify(rows_of(logits, self.settings)[0], draft, noise.select(rows, K))
 
-        return {"plain": lambda: call(one, nothing), "round": lambda: call(self.target, drafted)}
+        cases = {"plain": (nothing, one), "round": (drafted, self.target)}
+        return {name: (partial(renewed, draft), partial(call, logits)) for name, (draft, logits) in cases.items()}
 
 
 def logits_like_a_models(num_rows: int, vocab_size: int) -> tuple[Tensor, Tensor]:
@@ -77,17 +88,18 @@ def logits_like_a_models(num_rows: int, vocab_size: int) -> tuple[Tensor, Tensor
     return target, target[:, :K] + 0.5 * torch.randn(num_rows, K, vocab_size, generator=generator)
 
 
-def timed(calls: Sequence[Callable[[], Any]], logits: Tensor, seconds: float) -> list[float]:
+def timed(calls: Sequence[Call], logits: Tensor, seconds: float) -> list[float]:
     """Lower quintiles in microseconds, in turns, for about as long."""
     spent: list[list[float]] = [[] for _ in calls]
-    for call in calls:
-        call()
+    for given, call in calls:
+        call(given())
     end = time.perf_counter() + seconds * len(calls)
     while time.perf_counter() < end or len(spent[0]) < 3:
-        for call, times in zip(calls, spent, strict=True):
+        for (given, call), times in zip(calls, spent, strict=True):
+            draft = given()
             logits.sum()
             begin = time.thread_time()
-            call()
+            call(draft)
             times.append(1e6 * (time.thread_time() - begin))
     return [round(sorted(times)[len(times) // 5], 1) for times in spent]
 
@@ -102,8 +114,8 @@ def measure(vocabularies: Sequence[int], sequences: Sequence[int], seconds: floa
                 full = Settings.of([sampling] * num_rows, vocab_size, CPU)
                 for rule in RULES.values():
                     old, new = (
-                        Case(rule, target, draft, replace(full, takes_candidates=takes)).calls()
-                        for takes in (False, True)
+                        Case(rule, target, draft, replace(full, candidates=buffers)).calls()
+                        for buffers in (None, candidate_buffers(vocab_size, CPU))
                     )
                     found = {kind: timed([old[kind], new[kind]], target, seconds) for kind in old}
                     case = {"vocab_size": vocab_size, "num_rows": num_rows, "options": name, "rule": rule.name}

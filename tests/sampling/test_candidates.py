@@ -13,10 +13,22 @@ from outrider.certify.controls import WRONG_RULES
 from outrider.options import Sampling
 from outrider.records import Draft
 from outrider.runtime.vocabulary import spread
-from outrider.sampling.candidates import Candidates
+from outrider.sampling.candidates import CandidateBuffers, Candidates
 from outrider.sampling.noise import RoundUniforms, gumbels
-from outrider.sampling.probs import Probs, Settings, certain_rows, draw, draw_gumbel, full, normalise, rows_of, to_probs
-from outrider.sampling.rules import RULES, Rule
+from outrider.sampling.probs import (
+    Probs,
+    Settings,
+    certain_rows,
+    certain_where,
+    draw,
+    draw_gumbel,
+    full,
+    normalise,
+    rows_of,
+    stack_places,
+    to_probs,
+)
+from outrider.sampling.rules import RULES, Rule, prob_at
 
 OPTIONS = [
     {},
@@ -34,7 +46,8 @@ SIZES = [1, 2, 63, 64, 65, 1000, 5000]
 
 
 def _settings(rows: list[Sampling], vocab_size: int) -> Settings:
-    return dataclasses.replace(Settings.of(rows, vocab_size, torch.device("cpu")), takes_candidates=True)
+    settings = Settings.of(rows, vocab_size, torch.device("cpu"))
+    return dataclasses.replace(settings, candidates=CandidateBuffers(vocab_size))
 
 
 def _logits(vocab_size: int, scale: float, seed: int = 0) -> Tensor:
@@ -61,7 +74,7 @@ def test_rows_equal_full_rows(options: dict) -> None:
         found = full(rows)
         assert torch.equal(found > 0, want > 0), (vocab_size, scale)
         torch.testing.assert_close(found, want, rtol=3e-6, atol=0)
-        torch.testing.assert_close(rows.at(found.argmax(-1)), found.amax(-1), rtol=0, atol=0)
+        assert torch.equal(prob_at(rows, found.argmax(-1)), found.amax(-1))
         seeds = torch.tensor([5, 2**40 + 3])
         for i, u in ((0, 1e-9), (1, 0.37), (2, 1 - 2**-53)):
             uniforms = torch.tensor([u, 1 - u if u < 0.9 else u], dtype=torch.float64)
@@ -83,7 +96,7 @@ def test_rows_of_few_tokens(options: dict) -> None:
         torch.testing.assert_close(full(rows), want, rtol=3e-6, atol=0)
         uniforms = torch.tensor([0.2, 0.8], dtype=torch.float64)
         assert torch.equal(draw(rows[:, 1], uniforms), draw(full(rows)[:, 1], uniforms))
-        assert isinstance(rows, Candidates) and rows.vocab_size == vocab_size
+        assert isinstance(rows, Candidates) and rows.shape == (2, 3, vocab_size)
 
 
 def test_a_row_depends_on_nothing_but_itself() -> None:
@@ -107,28 +120,40 @@ def test_logits_that_are_not_finite_are_told() -> None:
     assert rows_of(torch.full((1, 1, 9), -torch.inf), _settings([Sampling()], 9))[1].tolist() == [[False]]
 
 
-def test_tables_move_as_rows_do() -> None:
-    """Stacked, concatenated, chosen, cut, selected; and rows that are alive are not written over."""
-    settings = _settings([Sampling(top_k=5)] * 2, 300)
+def test_candidates_move_as_full_rows_do() -> None:
+    """Stacked, replaced, cut, selected. Buffers that grow keep the rows that are alive."""
+    settings = _settings([Sampling(top_k=5), Sampling()], 300)
     rows = [_rows(_logits(300, 3, seed), settings) for seed in range(4)]
     wholes = [full(one) for one in rows]
+    is_certain, ids = torch.tensor([True, False]), torch.tensor([[4, 299, 0], [7, 7, 7]])
     moved: list[tuple[Probs, Tensor]] = [
-        (torch.stack([one[:, 0] for one in rows], dim=1), torch.stack([one[:, 0] for one in wholes], dim=1)),
-        (torch.cat(rows, dim=1), torch.cat(wholes, dim=1)),
+        (stack_places([one[:, 0] for one in rows]), torch.stack([one[:, 0] for one in wholes], dim=1)),
         (rows[0][:, 1:][[1, 0]], wholes[0][:, 1:][[1, 0]]),
+        (certain_where(is_certain, ids, rows[1]), certain_where(is_certain, ids, wholes[1])),
+        (certain_rows(ids, 300, settings), torch.nn.functional.one_hot(ids, 300).double()),
     ]
-    mask = torch.tensor([True, False])[:, None, None]
-    moved.append((torch.where(mask, rows[1], rows[2]), torch.where(mask, wholes[1], wholes[2])))
-    ids = torch.tensor([[4, 299, 0], [7, 7, 7]])
-    moved.append((certain_rows(ids, 300, settings), torch.nn.functional.one_hot(ids, 300).double()))
-    del rows
+    before = len(settings.candidates.ids)
     for seed in range(10, 20):
         _rows(_logits(300, 3, seed), settings)
+    assert len(settings.candidates.ids) > before
     for found, want in moved:
         assert isinstance(found, Candidates) and found.shape == want.shape
         assert torch.equal(full(found), want)
-    with pytest.raises(TypeError, match="full rows"):
-        torch.exp(moved[0][0])
+
+
+def test_buffers_are_used_again() -> None:
+    """A round writes over the rows of the last one, in the same memory; and rows of other buffers are refused."""
+    settings = _settings([Sampling(top_k=5)] * 2, 300)
+    first = _rows(_logits(300, 3, 0), settings)
+    memory = settings.candidates.ids.data_ptr()
+    for seed in range(1, 9):
+        settings.candidates.clear()
+        rows = _rows(_logits(300, 3, seed), settings)
+    assert settings.candidates.ids.data_ptr() == memory and torch.equal(full(first), full(rows))
+    noise = RULES["block"].make_noise(torch.tensor([1, 2]), torch.tensor([4, 9]), 2, 300)
+    other = _rows(_logits(300, 3), _settings([Sampling(top_k=5)] * 2, 300))[:, :2]
+    with pytest.raises(TypeError, match="same buffers"):
+        RULES["block"].verify(rows, Draft(torch.zeros(2, 2).long(), other, torch.tensor([2, 2])), noise)
 
 
 # The loop, with models in float32.

@@ -19,6 +19,7 @@ from outrider.decoding.verify import VerifyResult
 from outrider.drafters.base import Rows
 from outrider.records import Constraint, Request
 from outrider.runtime.lm import LM
+from outrider.sampling.candidates import CandidateBuffers
 from outrider.sampling.history import NO_HISTORY
 from outrider.sampling.masks import Masks
 from outrider.sampling.probs import Settings
@@ -170,13 +171,12 @@ class Batch:
         max_k: int,
         vocab_size: int,
         device: torch.device,
-        *,
-        takes_candidates: bool = False,
+        candidates: CandidateBuffers | None = None,
     ) -> None:
         """
         Args:
             capacity: most tokens in a row; the buffer has room for ``max_k`` drafted ones beyond the last.
-            takes_candidates: see ``Settings``.
+            candidates: see ``Settings``.
         """
         self.rows: list[Row | None] = [None] * num_slots
         self.ids = torch.zeros(num_slots, capacity + max_k + 1, dtype=torch.long, device=device)
@@ -184,13 +184,13 @@ class Batch:
         self.limits, self.draft_ends, self.seeds = (torch.zeros_like(self.lengths) for _ in _OWN)
         self.last_ids = torch.zeros(num_slots, 2, dtype=torch.long, device=device)
         self._constant_k = torch.full_like(self.lengths, -1)  # -1 where the schedule chooses
-        self._vocab_size, self._takes_candidates = vocab_size, takes_candidates
+        self._vocab_size, self._candidates = vocab_size, candidates
         self._first: dict[int, SlotRows] = {}  # the first slots, while their rows do not change
         self.reset_options()
 
     def reset_options(self) -> None:
         """Reset the form of the options. All slots must be free."""
-        self.settings = Settings.neutral(len(self.rows), self.ids.device, takes_candidates=self._takes_candidates)
+        self.settings = Settings.neutral(len(self.rows), self.ids.device, self._candidates)
         self.history = NO_HISTORY
         self._note_change()
 

@@ -101,10 +101,9 @@ class Engine:
         self._target, self._drafter = target, drafter
         self._capacity = capacity = min(capacity, target.context_len)
         self._prefill_chunk = prefill_chunk
-        takes_candidates = not any(lm.execution.is_prepared for lm in (target, *drafter.models))
         sizes = num_slots, capacity, schedule.max_k
-        self._batch = Batch(*sizes, target.vocab_size, target.device, takes_candidates=takes_candidates)
         self._runner = Runner(target, drafter, rule, *sizes)
+        self._batch = Batch(*sizes, target.vocab_size, target.device, self._runner.candidates)
         self._lookahead = 0 if self._runner.reads_rounds else target.execution.lookahead
         cache = self._runner.cache
         self._scheduler = Scheduler(Slots(num_slots, cache.take_over, shares_parts=not cache.has_anchors), queue)

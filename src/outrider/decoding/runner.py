@@ -27,6 +27,7 @@ from outrider.runtime.execution import Clock
 from outrider.runtime.lm import LM, PREFILL_TOKENS
 from outrider.runtime.media import prefill_media
 from outrider.runtime.padding import num_together
+from outrider.sampling.candidates import candidate_buffers
 from outrider.sampling.noise import NoiseAhead
 from outrider.sampling.rules import Rule
 from outrider.system.resources import memory_errors
@@ -39,6 +40,7 @@ class Runner:
         cache: the target's.
         session: the drafter's.
         clock: times the device.
+        candidates: buffers for the rows of p and q of a round; None where rows are tensors.
         reads_rounds: whether the host must read a round before it starts the next one.
     """
 
@@ -55,6 +57,8 @@ class Runner:
         # States are advanced by lengths on the host, and not beyond the end of a text, which is reused.
         self.reads_rounds = drafter.reads_on_host or any(lm.is_recurrent for lm in lms)
         self.cache = target.new_cache(num_slots, capacity)
+        is_prepared = any(lm.execution.is_prepared for lm in lms)
+        self.candidates = None if is_prepared else candidate_buffers(target.vocab_size, target.device)
         self._shared = self.cache.of_layers(drafter.shared_layers)
         self.session = drafter.open(num_slots, capacity, target.device, max_k)
         self.clock = Clock(target.device)
@@ -112,6 +116,8 @@ class Runner:
             DeviceError: a step lacks memory; nothing is committed.
         """
         target, execution = self._target, self._target.execution
+        if self.candidates is not None:
+            self.candidates.clear()
         if self._drafter.shared_layers:
             rows = replace(rows, shared=self._shared.first(len(rows)))
         k = execution.round_drafts(max(rows.most_wanted), rows.most_k(chosen_k))

@@ -251,13 +251,9 @@ def _empty_draft(num_rows: int, device: torch.device) -> Draft:
 
 def pad(draft: Draft, k: int) -> Draft:
     """Pad a draft of at least one column to k columns."""
-    num_new = k - draft.ids.shape[1]
-    if num_new == 0:
+    if k == draft.ids.shape[1]:
         return draft
 
-    def pad(values: Tensor) -> Tensor:
-        return torch.cat((values, *[values[:, -1:]] * num_new), dim=1)
-
-    probs = None if draft.probs is None else pad(draft.probs)
-    finite = None if draft.is_finite is None else pad(draft.is_finite)
-    return Draft(pad(draft.ids), probs, draft.num_drafted, finite)
+    columns = torch.arange(k, device=draft.ids.device).clamp_max(draft.ids.shape[1] - 1)
+    probs, finite = (None if values is None else values[:, columns] for values in (draft.probs, draft.is_finite))
+    return Draft(draft.ids[:, columns], probs, draft.num_drafted, finite)

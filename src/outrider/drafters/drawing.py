@@ -22,7 +22,7 @@ from outrider.runtime.lm import LM
 from outrider.runtime.vocabulary import spread
 from outrider.sampling.history import History
 from outrider.sampling.masks import Masked, Masks, mask
-from outrider.sampling.probs import Settings, only_ids, rows_of
+from outrider.sampling.probs import Settings, only_ids, rows_of, stack_places
 from outrider.sampling.rules import Rule
 
 LogitsAt = Callable[[int, Tensor, Tensor], Tensor]
@@ -89,7 +89,7 @@ def draft_step(
         if stops_early and not bool((num_drafted > i + 1).any()):
             drawn = drawn[: max(1, int(num_drafted.amax()))]
             break
-    found, is_good, probs = (torch.stack(parts, dim=1) for parts in zip(*drawn, strict=True))
+    found, is_good, probs = (stack_places(parts) for parts in zip(*drawn, strict=True))
     return (found, is_good, num_drafted) if options.is_greedy else (found, is_good, num_drafted, probs)
 
 

@@ -20,7 +20,7 @@ from outrider.drafters.base import CommittedTokens, Drafter, Prefill, Rows, Sess
 from outrider.drafters.lookups import SuffixSession, looked_up
 from outrider.records import Draft
 from outrider.runtime.lm import LM
-from outrider.sampling.probs import certain_rows, one_hot_rows
+from outrider.sampling.probs import certain_rows, certain_where
 from outrider.sampling.rules import Rule
 
 RIVAL_ACCEPTANCE = 0.7
@@ -82,20 +82,18 @@ class HybridSession(Session):
         other, found = self._other.propose(self._rest(rows), k, rule, noise), looked_up(rows, self._found)
         if found.ids.shape[1] == 0:
             return other
-        if other.ids.shape[1] == 0:  # columns, but no tokens
-            ids = torch.zeros_like(found.ids)
+        if other.ids.shape[1] == 0:
             one_hot = self._drafter.is_one_hot
-            probs = None if one_hot else certain_rows(ids, self._vocab_size, rows.settings)
-            is_finite = torch.ones_like(ids, dtype=torch.bool) if self._drafter.models else None
-            other = Draft(ids, probs, torch.zeros_like(ids[:, 0]), is_finite)
+            probs = None if one_hot else certain_rows(found.ids, self._vocab_size, rows.settings)
+            is_finite = torch.ones_like(found.ids, dtype=torch.bool) if self._drafter.models else None
+            return replace(found, probs=probs, is_finite=is_finite)
         k = max(found.ids.shape[1], other.ids.shape[1])
         found, other = pad(found, k), pad(other, k)
         is_found = found.num_drafted > 0
         ids = torch.where(is_found[:, None], found.ids, other.ids)
         probs, is_finite = other.probs, other.is_finite
         if probs is not None:
-            certain: Any = one_hot_rows(ids, probs)
-            probs = torch.where(is_found[:, None, None], certain, probs)
+            probs = certain_where(is_found, ids, probs)
         if is_finite is not None:
             is_finite = is_finite | is_found[:, None]
         return Draft(ids, probs, torch.where(is_found, found.num_drafted, other.num_drafted), is_finite)

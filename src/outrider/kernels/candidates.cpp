@@ -219,28 +219,36 @@ Row make_row(const float* x, int64_t count, Options options, int32_t* ids, float
 
 extern "C" {
 
-// Rows of logits to rows of tokens, each of which has room for all of them. An option that is null is off in all rows;
-// `places` rows have the same options. The logits are those of `token_ids`, ascending; of all tokens if that is null.
-Status outrider_candidates(const float* logits, int64_t num_rows, int64_t stride, int64_t num_tokens, int64_t places,
-                           const int32_t* token_ids, const float* temperature, const int64_t* top_k, const float* top_p,
-                           const float* least_score, Row* rows, uint8_t* is_finite) try {
+// Rows of logits to new rows of the buffers, which have room for all of their tokens. An option that is null is off in
+// all rows; `places` rows have the same options. The logits are those of `token_ids`, ascending; of all tokens if that is
+// null.
+Status outrider_candidates(CandidateBuffers* buffers, const float* logits, int64_t num_rows, int64_t stride,
+                           int64_t num_tokens, int64_t places, const int64_t* token_ids, const float* temperature,
+                           const int64_t* top_k, const float* top_p, const float* least_score, uint8_t* is_finite) try {
   static thread_local Scratch scratch;
   for (int64_t i = 0; i < num_rows; i++) {
     int64_t b = i / places;
     Options options = {temperature[b], top_k ? top_k[b] : num_tokens, top_p ? top_p[b] : 1.0f,
                        least_score ? least_score[b] : -INF};
-    auto ids = const_cast<int32_t*>(rows[i].ids);
-    auto weights = const_cast<float*>(rows[i].weights);
-    rows[i] = make_row(logits + i * stride, num_tokens, options, ids, weights, is_finite[i], scratch);
-    if (!token_ids) continue;
-    if (!rows[i].ids) {
-      rows[i].ids = token_ids;
-      continue;
+    int32_t* ids = buffers->ids + buffers->num_tokens;
+    float* weights = buffers->weights + buffers->num_tokens;
+    Row row = make_row(logits + i * stride, num_tokens, options, ids, weights, is_finite[i], scratch);
+    if (token_ids) {
+      for (int64_t j = 0; j < row.count; j++) ids[j] = token_ids[row.id(j)];
+      row.ids = ids;
     }
-    for (int64_t j = 0; j < rows[i].count; j++) ids[j] = token_ids[ids[j]];
+    buffers->add(row);
   }
   return DONE;
 } catch (const std::exception&) {
   return NO_MEMORY;
+}
+
+// New rows of one token each.
+void outrider_one_hot(CandidateBuffers* buffers, const int64_t* token_ids, int64_t num_rows) {
+  for (int64_t i = 0; i < num_rows; i++) {
+    int64_t start = buffers->num_tokens;
+    buffers->add(only(token_ids[i], buffers->ids + start, buffers->weights + start));
+  }
 }
 }

@@ -40,6 +40,19 @@ _NO_MEMORY = 2  # of status.h
 _OTHER_OPENMP = "it needs another OpenMP than PyTorch's: set CXX=g++"
 # By the type: numbers in ggml, as those of blocks (blocks.py).
 FORMS = {torch.float32: 0, torch.float16: 1, torch.int8: 24, torch.bfloat16: 30}
+_FUNCTIONS = {  # what each returns; its arguments: a number (n), numbers of a type (_DTYPES), or another pointer (p)
+    "few_row_matmul": ("status", "pnnppnnnpn"),
+    "copy_rows": ("bool", "pnn"),
+    "widen_rows": ("bool", "pnnnpnpn"),
+    "separate_rows": ("bool", "pnnnpnpn"),
+    "forward": ("status", "ppn"),
+    "forward_bytes": ("status", "pnp"),
+    "candidates": ("status", "psnnnnlflffb"),
+    "one_hot": ("", "pln"),
+    "verify": ("status", "pnnnlllldnlllld"),
+}
+# Strided float32 (s), and the rest contiguous.
+_DTYPES = {"s": torch.float32, "f": torch.float32, "d": torch.float64, "l": torch.int64, "b": torch.bool}
 
 
 def check(is_so: bool, what: str) -> None:
@@ -96,6 +109,15 @@ def separate(matrix: Tensor, rows: Tensor, form: int, width: int, num_threads: i
     ):
         raise IndexError(f"the matrix has {len(matrix)} rows, and not all of those asked for")
     return result
+
+
+def call(name: str, pointer: Any, *arguments: Tensor | int | None) -> None:
+    """Call a function whose first argument is another pointer. The arguments outlive the call."""
+    for one, kind in zip(arguments, _FUNCTIONS[name][1][1:], strict=True):
+        if isinstance(one, Tensor):
+            check(one.dtype == _DTYPES.get(kind) and (kind == "s" or one.is_contiguous()), "arguments as declared")
+    pointers = (one.data_ptr() if isinstance(one, Tensor) else one for one in arguments)
+    getattr(library(), f"outrider_{name}")(pointer, *pointers)
 
 
 @lru_cache
@@ -186,18 +208,10 @@ def _load(path: Path) -> ctypes.CDLL:
         raise OSError(_OTHER_OPENMP)
     if [*(ctypes.c_int64 * len(own := layout())).in_dll(kernels, "outrider_layout")] != own:
         raise OSError("its structures are not those of its headers: set CXX=g++")
-    pointer, number = ctypes.c_void_p, ctypes.c_int64
-    matrix: tuple[Any, ...] = (pointer, number, number, number)
-    kernels.outrider_few_row_matmul.argtypes = (pointer, number, number, pointer, pointer, *matrix[1:], pointer, number)
-    kernels.outrider_copy_rows.argtypes = (pointer, number, number)
-    kernels.outrider_widen_rows.argtypes = (*matrix, pointer, number, pointer, number)
-    kernels.outrider_separate_rows.argtypes = kernels.outrider_widen_rows.argtypes
-    kernels.outrider_forward.argtypes = (pointer, pointer, number)
-    kernels.outrider_forward_bytes.argtypes = (pointer, number, pointer)
-    for function in (kernels.outrider_copy_rows, kernels.outrider_widen_rows, kernels.outrider_separate_rows):
-        function.restype = ctypes.c_bool
-    for function in (kernels.outrider_few_row_matmul, kernels.outrider_forward, kernels.outrider_forward_bytes):
-        function.restype = is_done
+    for name, (returned, kinds) in _FUNCTIONS.items():
+        function = getattr(kernels, f"outrider_{name}")
+        function.argtypes = [ctypes.c_int64 if kind == "n" else ctypes.c_void_p for kind in kinds]
+        function.restype = {"bool": ctypes.c_bool, "status": is_done}.get(returned)
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=_use_one_thread)
     return kernels

@@ -1,4 +1,4 @@
-"""Structures of the C++ forward for ctypes. Their fields are declared in its headers alone, and read from there.
+"""Structures of the C++ library for ctypes. Their fields are declared in its headers alone, and read from there.
 
 A field is a number (``int64_t`` or ``double``), a structure declared before, an array of these, or a pointer. Member
 functions and enumerations are passed over. The compiled library states where its fields are (``layout_source``).
@@ -14,7 +14,12 @@ from types import SimpleNamespace
 from typing import Any
 
 HEADERS = sorted(Path(__file__).parent.glob("*.h"))
-_NEEDED = {"functions.h": "Norm", "products.h": "Matrix|RowCopy", "model.h": r"\w+"}
+_NEEDED = {
+    "functions.h": "Norm",
+    "products.h": "Matrix|RowCopy",
+    "model.h": r"\w+",
+    "token_rows.h": "CandidateBuffers",
+}
 _NUMBERS = {"int64_t": c_int64, "double": c_double}
 _BLOCK = re.compile(r"\{[^{}]*\}")  # the innermost ones
 _FIELD = re.compile(r"(\w+)(?:\[(\d+)\])?(?:,|$)")
@@ -42,7 +47,7 @@ def layout_source() -> str:
     for kind, one in vars(native()).items():
         found += [f"sizeof({kind})", *(f"offsetof({kind}, {name})" for name, _ in one._fields_)]
     table = f'extern "C" const int64_t outrider_layout[] = {{{", ".join(found)}}};'
-    return f'#include <cstddef>\n#include "model.h"\n{table}\n'
+    return f'#include <cstddef>\n#include "model.h"\n#include "token_rows.h"\n{table}\n'
 
 
 def _fields(body: str, known: dict[str, Any]) -> list[tuple[str, Any]]:

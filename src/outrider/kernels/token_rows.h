@@ -1,4 +1,4 @@
-// Rows of tokens that may be drawn, as sampling/candidates.py holds them, and their sums.
+// Rows of tokens that may be drawn, in the buffers of sampling/candidates.py, and their sums.
 #pragma once
 
 #include <algorithm>
@@ -8,6 +8,7 @@
 namespace {
 
 constexpr int64_t BLOCK = 64;
+constexpr int64_t ALIGNMENT = 16;  // of a row in buffers: the most numbers of a vector
 
 // Tokens by ascending id; the probability of one is its weight over the sum.
 struct Row {
@@ -25,6 +26,29 @@ struct Row {
       if (place < count && ids[place] != id) return 0.0;
     }
     return place < count ? weights[place] / sum : 0.0;
+  }
+};
+
+// Buffers of a round. Each row has its tokens after those of the rows before it.
+struct CandidateBuffers {
+  int32_t* ids;
+  float* weights;
+  int64_t* starts;  // of each row: where its tokens start
+  int64_t* counts;  // how many they are; -1: all of the vocabulary, without ids
+  double* sums;
+  int64_t vocab_size, num_rows, num_tokens;
+
+  Row row(int64_t i) const {
+    bool is_whole = counts[i] < 0;
+    return {is_whole ? nullptr : ids + starts[i], weights + starts[i], is_whole ? vocab_size : counts[i], sums[i]};
+  }
+
+  // Add a row, whose tokens are written where the last row ends.
+  void add(Row row) {
+    starts[num_rows] = num_tokens;
+    counts[num_rows] = row.ids ? row.count : -1;
+    sums[num_rows++] = row.sum;
+    num_tokens += (row.count + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
   }
 };
 

@@ -175,19 +175,19 @@ int64_t drawn(const Row& row, double uniform) {
 
 // A round of one sequence under the rules of sampling/rules.py, whose words and formulas these are.
 struct Round {
-  const Row* p;
-  std::vector<Row> q;
+  std::vector<Row> p, q;
   const int64_t* ids;
   double* probs;  // p and q of each drafted token
   int64_t num_accepted = 0, next_id = 0;
   std::vector<int32_t> own_ids;
   const float one = 1.0f;
 
-  Round(const Row* p, const Row* given, const int64_t* ids, int64_t n, double* probs)
-      : p(p), q(given, given ? given + n : given), ids(ids), probs(probs), own_ids(ids, ids + n) {
-    if (!given)
-      for (const int32_t& id : own_ids) q.push_back({&id, &one, 1, 1.0});
+  Round(const CandidateBuffers& buffers, const int64_t* p_rows, const int64_t* q_rows, const int64_t* ids, int64_t n,
+        double* probs)
+      : ids(ids), probs(probs), own_ids(ids, ids + n) {
+    for (int64_t i = 0; i <= n; i++) p.push_back(buffers.row(p_rows[i]));
     for (int64_t i = 0; i < n; i++) {
+      q.push_back(q_rows ? buffers.row(q_rows[i]) : Row{&own_ids[i], &one, 1, 1.0});
       probs[2 * i] = p[i].probability(ids[i]);
       probs[2 * i + 1] = q[i].probability(ids[i]);
     }
@@ -245,29 +245,16 @@ struct Round {
 
 extern "C" {
 
-// A token drawn from each row.
-void outrider_draw(const Row* rows, int64_t num_rows, const double* uniforms, int64_t* ids) {
-  for (int64_t i = 0; i < num_rows; i++) ids[i] = drawn(rows[i], uniforms[i]);
-}
-
-// A token of each row, drawn with the noise of its seed and position.
-void outrider_draw_with_noise(const Row* rows, int64_t num_rows, const int64_t* seeds, const int64_t* positions,
-                              int64_t* ids) {
-  for (int64_t i = 0; i < num_rows; i++) ids[i] = Race{rows[i], uint64_t(seeds[i]), uint32_t(positions[i])}.run();
-}
-
-// The probability of a token of each row.
-void outrider_probabilities(const Row* rows, int64_t num_rows, const int64_t* ids, double* probs) {
-  for (int64_t i = 0; i < num_rows; i++) probs[i] = rows[i].probability(ids[i]);
-}
-
-// The verdict of a rule of sampling/rules.py. Of each sequence: K + 1 rows of p, K of q (null: all at the drafted
-// token), and for `gumbel` (2) the seed and the position; for the others the uniform numbers of noise.py.
-Status outrider_verify(int64_t rule, int64_t num_sequences, int64_t k, const Row* p, const Row* q, const int64_t* ids,
-                       const int64_t* num_drafted, const double* uniforms, int64_t num_uniforms, const int64_t* seeds,
-                       const int64_t* positions, int64_t* num_accepted, int64_t* next_ids, double* drafted_probs) try {
+// The verdict of a rule of sampling/rules.py; of an empty draft: a token that is drawn. Of each sequence: K + 1 rows of p,
+// K of q (null: all at the drafted token), and for `gumbel` (2) the seed and the position; for the others the uniform
+// numbers of noise.py.
+Status outrider_verify(const CandidateBuffers* buffers, int64_t rule, int64_t num_sequences, int64_t k,
+                       const int64_t* p, const int64_t* q, const int64_t* ids, const int64_t* num_drafted,
+                       const double* uniforms, int64_t num_uniforms, const int64_t* seeds, const int64_t* positions,
+                       int64_t* num_accepted, int64_t* next_ids, double* drafted_probs) try {
   for (int64_t b = 0; b < num_sequences; b++) {
-    Round round(p + b * (k + 1), q ? q + b * k : nullptr, ids + b * k, num_drafted[b], drafted_probs + 2 * b * k);
+    Round round(*buffers, p + b * (k + 1), q ? q + b * k : nullptr, ids + b * k, k ? num_drafted[b] : 0,
+                drafted_probs + 2 * b * k);
     const double* own = uniforms + b * num_uniforms;
     if (rule == 0) round.reject(own);
     if (rule == 1) round.verify_block(own);

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from torch import Tensor
 from outrider.options import Sampling
 from outrider.runtime.shape_buckets import power_of_two
 from outrider.runtime.vocabulary import spread
-from outrider.sampling.candidates import Candidates, are_here
+from outrider.sampling.candidates import CandidateBuffers, Candidates
 from outrider.sampling.history import NO_HISTORY, History
 from outrider.sampling.masks import Masked, mask
 
@@ -53,7 +53,7 @@ class Settings:
     is_end: Tensor | None = None  # tokens forbidden before min_tokens; set together with it. [B, V]
     has_greedy: bool = False
     has_sampled: bool = False
-    takes_candidates: bool = False  # else rows are tensors, as steps that are compiled or captured need
+    candidates: CandidateBuffers | None = None  # for rows; None: rows are tensors, as steps that are captured need
 
     @classmethod
     def of(cls, rows: Sequence[Sampling], vocab_size: int, device: torch.device) -> Settings:
@@ -66,8 +66,8 @@ class Settings:
         return settings
 
     @classmethod
-    def neutral(cls, num_rows: int, device: torch.device, *, takes_candidates: bool = False) -> Settings:
-        return cls(torch.ones(num_rows, device=device), takes_candidates=takes_candidates and are_here(device))
+    def neutral(cls, num_rows: int, device: torch.device, candidates: CandidateBuffers | None = None) -> Settings:
+        return cls(torch.ones(num_rows, device=device), candidates=candidates)
 
     @property
     def has_counts(self) -> bool:
@@ -269,24 +269,16 @@ def rows_of(
         token_ids: the tokens of the logits, ascending, if those of others are unknown; None for all. D numbers
         vocab_size: V, then.
     """
+    buffers = None if logits.dtype == torch.float64 else settings.candidates
     if token_ids is not None:
         assert logits.shape[-1] == len(token_ids)
-        own = settings.logit_bias, settings.repetition_penalty, settings.min_tokens  # of single tokens
-        is_plain = allowed is None and not settings.has_counts and all(one is None for one in own)
-        if is_plain and settings.takes_candidates and logits.dtype != torch.float64:
-            return _candidates(logits.to(torch.float32), settings, token_ids, vocab_size)
-        logits = spread(logits, token_ids, vocab_size)
+        own = settings.logit_bias, settings.repetition_penalty, settings.min_tokens, allowed  # of single tokens
+        if buffers is None or settings.has_counts or any(one is not None for one in own):
+            logits, token_ids = spread(logits, token_ids, vocab_size), None
     x = change(logits, settings, history, allowed)
-    if logits.dtype == torch.float64 or not settings.takes_candidates:
+    if buffers is None:
         return _to_probs(x, settings), is_finite(x)
-    return _candidates(x, settings)
-
-
-def _candidates(
-    x: Tensor, settings: Settings, token_ids: Tensor | None = None, vocab_size: int = 0
-) -> tuple[Candidates, Tensor]:
-    options = settings.temperature, settings.top_k, settings.top_p, settings.min_p
-    return Candidates.of_logits(x, *options, token_ids, vocab_size)
+    return buffers.of_logits(x, settings.temperature, settings.top_k, settings.top_p, settings.min_p, token_ids)
 
 
 def full(probs: Probs) -> Tensor:
@@ -297,20 +289,30 @@ def full(probs: Probs) -> Tensor:
 def only_ids(rows: Probs) -> Tensor:
     """The tokens of one-hot rows. [B, V] -> [B]"""
     if isinstance(rows, Candidates):
-        return rows.draw(torch.full((len(rows.table),), 0.5, dtype=torch.float64))
+        return rows.draw(torch.full(rows.index.shape, 0.5, dtype=torch.float64))
     return rows.argmax(dim=-1)
 
 
 def certain_rows(ids: Tensor, vocab_size: int, settings: Settings) -> Probs:
     """Rows of one token each. ids [B, T] -> [B, T, V]"""
-    if settings.takes_candidates:
-        return Candidates.one_hot(ids, vocab_size)
+    if settings.candidates is not None:
+        return settings.candidates.one_hot(ids)
     return one_hot(ids, torch.empty(vocab_size, device=ids.device))
 
 
-def one_hot_rows(ids: Tensor, like: Probs) -> Probs:
-    """Rows of one token each, of the same kind as ``like``. ids [B, T] -> [B, T, V]"""
-    return Candidates.one_hot(ids, like.vocab_size) if isinstance(like, Candidates) else one_hot(ids, like)
+def certain_where(is_certain: Tensor, ids: Tensor, rows: Probs) -> Probs:
+    """The rows, but those of one token where a sequence is certain. [B], ids [B, T], [B, T, V] -> [B, T, V]"""
+    if isinstance(rows, Candidates):
+        certain = rows.buffers.one_hot(ids).index
+        return replace(rows, index=torch.where(is_certain[:, None], certain, rows.index))
+    return torch.where(is_certain[:, None, None], one_hot(ids, rows), rows)
+
+
+def stack_places(parts: Sequence[Any]) -> Any:
+    """Stack tensors, or rows of either kind, one place after the other. T of [B, ...] -> [B, T, ...]"""
+    if isinstance(parts[0], Candidates):
+        return replace(parts[0], index=torch.stack([part.index for part in parts], dim=1))
+    return torch.stack(tuple(parts), dim=1)
 
 
 def _is_below_top_k(x: Tensor, top_k: Tensor, largest: int) -> Tensor:

@@ -180,7 +180,7 @@ def gumbel(target_probs: Probs, draft: Draft, noise: GumbelNoise) -> Verdict:
 
 def prob_at(probs: Probs, ids: Tensor) -> Tensor:
     """Probability of one token of each row: [B, K, V] at ids [B, K] -> float64 [B, K]"""
-    return probs.at(ids) if isinstance(probs, Candidates) else _normalised_at(probs, ids)
+    return _at(probs.full(), ids) if isinstance(probs, Candidates) else _normalised_at(probs, ids)
 
 
 def _verify(
