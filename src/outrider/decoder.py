@@ -30,11 +30,12 @@ from outrider.options import (
     with_checked,
 )
 from outrider.records import Chunk, Completion, MediaPrompt, Request
+from outrider.requests.async_session import AsyncSession
 from outrider.requests.calls import GenerationCalls
 from outrider.requests.engine_loop import EngineLoop, RequestState
 from outrider.requests.hooks import ReadMasks, constraint_of
 from outrider.requests.row_options import LISTS, check_names, check_resume_ids, check_tokens, rows_of, seed_of
-from outrider.requests.session import AsyncSession, Session
+from outrider.requests.session import Session
 from outrider.runtime.lm import LM
 from outrider.runtime.media import read_media
 from outrider.sampling.rules import GUMBEL, RULES
@@ -180,7 +181,8 @@ class Decoder(GenerationCalls):
     ) -> AsyncSession:
         """A session for an event loop, whose tasks share it: ``async with decoder.async_session() as session``, then
         ``async for chunk in session.stream(...)``. Arguments and errors: see ``session``."""
-        return AsyncSession(self.session(slots, capacity, num_draft_tokens=num_draft_tokens, acceptance=acceptance))
+        session = self.session(slots, capacity, num_draft_tokens=num_draft_tokens, acceptance=acceptance)
+        return AsyncSession(lambda: session)
 
     def engine(
         self,

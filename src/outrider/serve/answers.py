@@ -16,11 +16,12 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from outrider.records import Chunk, Completion, FinishReason
+from outrider.requests.async_session import Ticket
 from outrider.requests.engine_loop import RequestState
-from outrider.serve.admission import Ticket, arrival
+from outrider.serve.admission import arrival
 from outrider.serve.generation_body import ParsedRequest
 from outrider.serve.http_errors import Refusal, refusal_of
-from outrider.serve.logprobs import TokenTexts
+from outrider.serve.logprobs import ScoredToken, TokenTexts
 from outrider.serve.metrics import num_spec_steps
 from outrider.serve.served_model import ServedModel
 from outrider.text.output_parser import OutputParser
@@ -44,6 +45,7 @@ class Answer(ABC):
         tool_format: how the model writes calls, if that is known.
         num_thoughts: how many of the tokens of an output are thoughts; None if they are not split off.
         ticket: set when the rows are queued.
+        scored: tokens of each prompt but the first, if their log-probabilities are requested.
     """
 
     ask: ParsedRequest
@@ -56,6 +58,7 @@ class Answer(ABC):
     served: ServedModel
     num_thoughts: Callable[[Sequence[int]], int] | None
     ticket: Ticket = field(init=False)
+    scored: list[list[ScoredToken]] = field(init=False)
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -97,12 +100,13 @@ class Answer(ABC):
         """Times in milliseconds and draft statistics of the only sequence, in vLLM's form; none of several."""
         if len(self.jobs) != 1:
             return {}
-        own_k, row, completion = self.jobs[0].request.num_draft_tokens, self.ticket.rows[0], self.jobs[0].completion
-        num_tokens, decode_s, whole_s = len(completion.token_ids), row.last_s - row.first_s, row.last_s - row.begun_s
+        (job,) = self.jobs
+        own_k, completion = job.request.num_draft_tokens, job.completion
+        num_tokens, decode_s, whole_s = len(completion.token_ids), job.last_s - job.first_s, job.last_s - job.begun_s
         found = {
-            "time_to_first_token_ms": 1e3 * (row.first_s - row.begun_s),
+            "time_to_first_token_ms": 1e3 * (job.first_s - job.begun_s),
             "generation_time_ms": 1e3 * decode_s,
-            "queue_time_ms": 1e3 * (row.begun_s - row.submitted_s),
+            "queue_time_ms": 1e3 * (job.begun_s - self.ticket.submitted_s),
             "mean_itl_ms": 1e3 * decode_s / (num_tokens - 1) if num_tokens > 1 else None,
             "tokens_per_second": num_tokens / whole_s,
             "speculative_decoding": _drafts(completion, self.served.schedule.max_k if own_k is None else own_k),
@@ -209,22 +213,19 @@ async def answer_events(answer: Answer) -> AsyncIterator[bytes]:
 
 
 async def _arrivals(answer: Answer) -> AsyncIterator[tuple[int, Chunk] | None]:
-    """Chunks of rows, which are added to them, until all have ended; None as a keep-alive. The error of one row ends
-    all."""
+    """Chunks of rows until all have ended; None as a keep-alive. The error of one row ends all."""
     num_open = len(answer.jobs)
     while num_open:
-        event = await arrival(answer.ticket.events)
+        event = await arrival(answer.ticket)
         if event is None:
             yield None
             continue
         which, chunk = event
-        job = answer.jobs[which]
         if isinstance(chunk, Exception):
-            constraint = job.request.constraint
+            constraint = answer.jobs[which].request.constraint
             if constraint is not None and constraint.error is not None:  # the client's grammar is at fault
                 raise Refusal(str(chunk), param=answer.ask.structured_by)
-            raise chunk
-        job.chunks.append(chunk)
+            raise answer.served.error_of(chunk)
         num_open -= chunk.finish_reason is not None
         yield which, chunk
 

@@ -69,7 +69,7 @@ class ChoicesAnswer(Answer):
             choices.append(choice | {"seed": one.seed, "stop_reason": job.text.stop_reason})
         response = self._opening(self.kind) | {"choices": choices} | self.totals()
         if (num_top := self.ask.body.prompt_logprobs) is not None:
-            pairs = zip(self.prompt_ids, self.ticket.scored, strict=True)
+            pairs = zip(self.prompt_ids, self.scored, strict=True)
             found = [prompt_logprobs_json(self.tokens, *pair, num_top) for pair in pairs]
             if self.repeats_prompt:
                 for index, choice in enumerate(choices):
@@ -132,7 +132,7 @@ class ChoicesAnswer(Answer):
         text, ids = self.prompt_texts[at], self.prompt_ids[at]
         if num_top is None:
             return text, None
-        own = [None, *(TokenLogprob(one.logprob, one.top[:num_top]) for one, _ in self.ticket.scored[at])]
+        own = [None, *(TokenLogprob(one.logprob, one.top[:num_top]) for one, _ in self.scored[at])]
         return text, list(zip(ids, own, pieces_of(self.tokens.tokenizer, ids, text), strict=True))
 
 
