@@ -291,6 +291,7 @@ class Decoder(GenerationCalls):
             if constraint is not None and not constraint.push(token_id):
                 raise OptionError("resume_ids", token_id, "the constraint forbids this token")
         text.take()  # emitted before the cut
+        text.parts.clear()
         # If the output for a given seed depends on K, it must not depend on the load: K is constant under "auto". With
         # a constant K it must not depend on its own end, since a drawn seed is reported and may be given.
         is_fixed, is_auto = has_seed and is_repeatable, self.num_draft_tokens == "auto"

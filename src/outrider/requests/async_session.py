@@ -74,8 +74,8 @@ class AsyncSession:
     Concurrent tasks are batched. A task that is cancelled, or closes its stream (``contextlib.aclosing``), leaves
     before the next round. Chunks for a slow reader wait in memory. Errors come from the iterator, those of options too.
 
-    The calls stand over ``start``, ``submit``, ``run``, ``close`` and ``stop``, for callers that make their own
-    requests. Call these and ``post`` from the event loop, and ``call`` from the thread.
+    Its calls use ``start``, ``submit``, ``close`` and ``stop``, as others may that make their own requests. Use these
+    and ``post`` in the event loop, and ``call`` in the thread.
 
     Attributes:
         tickets: those that are not closed.
@@ -186,7 +186,7 @@ class AsyncSession:
         return states
 
     async def _chunks(self, states: Sequence[RequestState]) -> AsyncGenerator[Chunk]:
-        ticket, num_open = self.submit(states), len(states)
+        ticket, num_open = self.submit(Ticket(states)), len(states)
         try:
             while num_open:
                 chunk = chunk_of(*await ticket.arrived.get(), len(states))
@@ -201,13 +201,13 @@ class AsyncSession:
         self._thread = threading.Thread(target=self._run_thread, args=(opened,), name="outrider-engine", daemon=True)
         self._thread.start()
 
-    def submit(self, states: Sequence[RequestState], client: str = "", priority: int = 0) -> Ticket:
-        """Queue requests. The caller must ``close`` the ticket. Raises SessionError."""
-        return self._queue(Ticket(states, client, priority), self._submit_on_thread)
-
-    def run(self, steps: Generator[Any], client: str = "") -> Ticket:
-        """Queue other work. The caller must ``close`` the ticket. Raises SessionError."""
-        return self._queue(Ticket(client=client, steps=steps), lambda ticket: self._work.push(ticket, client))
+    def submit(self, ticket: Ticket) -> Ticket:
+        """Queue a ticket. The caller must ``close`` it. Raises SessionError."""
+        if not self._is_open:
+            raise SessionError("the session is not open any more: open another")
+        self.tickets.add(ticket)
+        self.post(lambda: self._submit_on_thread(ticket))
+        return ticket
 
     def close(self, ticket: Ticket, error: Exception | None = None) -> None:
         """Cancel what has not ended, before the next round, with an error for a reader of the ticket."""
@@ -235,13 +235,6 @@ class AsyncSession:
 
     def join(self, timeout_s: float | None = None) -> None:
         self._thread.join(timeout_s)
-
-    def _queue(self, ticket: Ticket, take: Callable[[Ticket], None]) -> Ticket:
-        if not self._is_open:
-            raise SessionError("the session is not open any more: open another")
-        self.tickets.add(ticket)
-        self.post(lambda: take(ticket))
-        return ticket
 
     # In the event loop, called by the thread
 
@@ -299,20 +292,20 @@ class AsyncSession:
                 _LOG.exception("the engine of a session has failed")
         self._deliver_on_thread()
         if (found := self._work.pop()) is not None:
-            self._work_on_thread(*found)
+            _, ticket = found
+            assert ticket.steps is not None
+            try:
+                self._receive_on_thread(ticket, 0, next(ticket.steps))
+                self._work.push(ticket, ticket.client)
+            except Exception as error:  # of this ticket alone: the engine continues; StopIteration at its end
+                self._receive_on_thread(ticket, 0, error)
             self._deliver_on_thread()
         return has_more or bool(self._work)
 
-    def _work_on_thread(self, client: str, ticket: Ticket) -> None:
-        assert ticket.steps is not None
-        try:
-            self._receive_on_thread(ticket, 0, next(ticket.steps))
-            self._work.push(ticket, client)
-        except Exception as error:  # of this ticket alone: the engine continues; StopIteration at its end
-            self._receive_on_thread(ticket, 0, error)
-
     def _submit_on_thread(self, ticket: Ticket) -> None:
         assert self._session is not None
+        if ticket.steps is not None:
+            self._work.push(ticket, ticket.client)
         receive = partial(self._receive_on_thread, ticket)
         self._session.loop.submit(ticket.states, receive, client=ticket.client, priority=ticket.priority)
 

@@ -53,7 +53,7 @@ class Answer(ABC):
     prompt_texts: list[str]
     jobs: list[RequestState]
     tokens: TokenTexts
-    new_parser: Callable[[], OutputParser]
+    new_parser: Callable[[RequestState], OutputParser]
     tool_format: ToolFormat | None
     served: ServedModel
     num_thoughts: Callable[[Sequence[int]], int] | None
@@ -134,7 +134,7 @@ class ItemsAnswer(Answer):
     is_open: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
-        self.parser = self.new_parser()
+        self.parser = self.new_parser(self.jobs[0])
 
     @abstractmethod
     def begin_item(self, kind: str, name: str) -> Iterator[bytes]:
@@ -154,15 +154,15 @@ class ItemsAnswer(Answer):
 
     def whole(self) -> dict[str, Any]:
         completion, totals = self.jobs[0].completion, self.totals()
-        for _ in self._parts(completion.text, completion.finish_reason):
+        for _ in self._parts(completion.finish_reason):
             pass
         return self.so_far(completion.finish_reason, totals["usage"]) | {"metrics": totals["metrics"]}
 
     def part(self, which: int, chunk: Chunk) -> Iterator[bytes]:
-        return self._parts(chunk.text, chunk.finish_reason)
+        return self._parts(chunk.finish_reason)
 
-    def _parts(self, text: str, reason: FinishReason | None) -> Iterator[bytes]:
-        for piece in self.parser.feed(text, is_end=reason is not None):
+    def _parts(self, reason: FinishReason | None) -> Iterator[bytes]:
+        for piece in self.parser.next_pieces(is_end=reason is not None):
             if piece.kind == "reasoning" and not self.ask.body.include_reasoning:
                 continue
             kind = self.types[piece.kind]

@@ -130,7 +130,7 @@ class ServedModel:
     def submit(self, jobs: Sequence[RequestState], client: str, priority: int) -> Ticket:
         """Queue rows. The caller must ``close`` the ticket. Raises Refusal: not ready, or the queue is full."""
         self.admission.check(len(jobs), client, self._retry_after_s())
-        return self.session.submit(jobs, client, priority)
+        return self.session.submit(Ticket(jobs, client, priority))
 
     def close(self, ticket: Ticket, error: Exception | None = None, reason: str = "abort") -> None:
         """Cancel unfinished rows; they leave before the next round. An error is for who waits for them."""
@@ -164,7 +164,7 @@ class ServedModel:
         client disconnects. Raises Refusal: not ready, the queue is full, or it waited too long."""
         if not is_taken:
             self.admission.check(1, client, self._retry_after_s())
-        ticket = self.session.run(steps, client)
+        ticket = self.session.submit(Ticket(client=client, steps=steps))
         try:
             while True:
                 _, found = await arrival(ticket) or (0, None)
