@@ -10,25 +10,21 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
 from queue import SimpleQueue
-from typing import Any, Self, Unpack
+from typing import Any, Self
 
 from outrider.decoding.fair_queue import FairQueue
 from outrider.errors import OutriderError, SessionError
-from outrider.options import CallOptions, Sampling
 from outrider.records import Chunk, Completion
+from outrider.requests.calls import GenerationCalls
 from outrider.requests.engine_loop import EngineLoop, RequestState, chunk_of, collect
 from outrider.requests.session import Session
-from outrider.text.chat import ChatChanges
-from outrider.text.chat_images import chat_of
-from outrider.text.tokenizer import Prompt
 
 _LOG = logging.getLogger(__name__)
-_Opened = tuple[list[RequestState], EngineLoop]
 
 
 @dataclass(slots=True, eq=False)
@@ -67,7 +63,9 @@ Arrived = Sequence[tuple[Ticket, int, Any]]
 """Results of one step of the thread, each as in ``Ticket.arrived``."""
 
 
-class AsyncSession:
+class AsyncSession(
+    GenerationCalls[AsyncGenerator[Chunk], Coroutine[Any, Any, list[Completion]], Coroutine[Any, Any, Completion]]
+):
     """``Session`` for one event loop: a thread steps the engine, and many tasks share it. See
     ``Decoder.async_session``.
 
@@ -104,63 +102,6 @@ class AsyncSession:
         self._work: FairQueue[Ticket] = FairQueue()
         self._arrived: list[tuple[Ticket, int, Any]] = []
 
-    def stream(
-        self,
-        prompt: Prompt,
-        sampling: Sampling | None = None,
-        *,
-        resume_ids: Sequence[int] = (),
-        **options: Unpack[CallOptions],
-    ) -> AsyncGenerator[Chunk]:
-        """Generate for one prompt: see ``Decoder.stream``."""
-        return self._stream(lambda session: session._open_one(prompt, sampling, resume_ids, options))
-
-    def stream_many(
-        self,
-        prompts: Prompt | Iterable[Prompt],
-        sampling: Sampling | Sequence[Sampling] | None = None,
-        *,
-        n: int = 1,
-        resume_ids: Sequence[Sequence[int]] | None = None,
-        **options: Unpack[CallOptions],
-    ) -> AsyncGenerator[Chunk]:
-        """Generate for several prompts concurrently: see ``Decoder.stream_many``."""
-        return self._stream(lambda session: session._open(prompts, sampling, resume_ids, n, options))
-
-    async def generate(
-        self,
-        prompts: Prompt | Iterable[Prompt],
-        sampling: Sampling | Sequence[Sampling] | None = None,
-        *,
-        n: int = 1,
-        resume_ids: Sequence[Sequence[int]] | None = None,
-        **options: Unpack[CallOptions],
-    ) -> list[Completion]:
-        """Generate, and wait for all completions: see ``Decoder.generate``."""
-        states = await self._states(lambda session: session._open(prompts, sampling, resume_ids, n, options))
-        return collect(states, [chunk async for chunk in self._chunks(states)])
-
-    def stream_chat(
-        self,
-        messages: str | Sequence[Mapping[str, Any]],
-        sampling: Sampling | None = None,
-        **options: Unpack[ChatChanges],
-    ) -> AsyncGenerator[Chunk]:
-        """Generate the answer to a chat: see ``Decoder.stream_chat``."""
-        chat, others = chat_of(messages, options)
-        return self.stream(chat, sampling, **others)
-
-    async def chat(
-        self,
-        messages: str | Sequence[Mapping[str, Any]],
-        sampling: Sampling | None = None,
-        **options: Unpack[ChatChanges],
-    ) -> Completion:
-        """Generate the answer to a chat, and wait for it: see ``Decoder.chat``."""
-        chat, others = chat_of(messages, options)
-        (completion,) = await self.generate(chat, sampling, **others)
-        return completion
-
     async def __aenter__(self) -> Self:
         if self._is_open:
             raise SessionError("the session is open already: each 'async with' needs its own")
@@ -174,15 +115,23 @@ class AsyncSession:
         self.stop()
         await asyncio.to_thread(self.join)
 
-    async def _stream(self, call: Callable[[Session], _Opened]) -> AsyncGenerator[Chunk]:
-        async with aclosing(self._chunks(await self._states(call))) as chunks:
+    async def _stream(self, *call: Any) -> AsyncGenerator[Chunk]:
+        async with aclosing(self._chunks(await self._states(*call))) as chunks:
             async for chunk in chunks:
                 yield chunk
 
-    async def _states(self, call: Callable[[Session], _Opened]) -> list[RequestState]:
+    async def _complete(self, *call: Any) -> list[Completion]:
+        states = await self._states(*call)
+        return collect(states, [chunk async for chunk in self._chunks(states)])
+
+    async def _only(self, completions: Awaitable[list[Completion]]) -> Completion:
+        (completion,) = await completions
+        return completion
+
+    async def _states(self, *call: Any) -> list[RequestState]:
         if self._session is None:
             raise SessionError("the session is not open: use it as 'async with decoder.async_session() as session'")
-        states, _ = await asyncio.to_thread(call, self._session)  # tokenizing is slow
+        states, _ = await asyncio.to_thread(self._session._open, *call)  # tokenizing is slow
         return states
 
     async def _chunks(self, states: Sequence[RequestState]) -> AsyncGenerator[Chunk]:

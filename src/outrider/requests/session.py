@@ -7,12 +7,12 @@ from typing import Any, Self
 
 from outrider.decoding.batch import final_length
 from outrider.errors import OptionError
-from outrider.requests.calls import GenerationCalls
+from outrider.requests.calls import BlockingCalls
 from outrider.requests.engine_loop import EngineLoop, RequestState
 from outrider.runtime.lm import LM
 
 
-class Session(GenerationCalls):
+class Session(BlockingCalls):
     """Calls that share one engine: a prompt that begins like an earlier one is not fed again, and concurrent streams
     are batched. See ``Decoder.session``.
 

@@ -8,10 +8,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from outrider.decoder import ReadOptions, ReadPrompt
+from outrider.decoder import ReadPrompt
 from outrider.errors import OptionError, PromptError, UsageError
 from outrider.options import CONSTRAINTS, with_checked
 from outrider.requests.engine_loop import RequestState
+from outrider.requests.hooks import ReadOptions
 from outrider.serve.answers import Answer
 from outrider.serve.bodies import DetokenizeBody, TokenizeBody
 from outrider.serve.generation_body import GenerationBody, ParsedRequest
