@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from outrider.models.registry import Placement
     from outrider.options import Sampling
     from outrider.records import Chunk, Completion, DraftedToken, Stats, Timing, TokenLogprob
-    from outrider.requests.session import AsyncSession, Session
+    from outrider.requests.async_session import AsyncSession
+    from outrider.requests.session import Session
     from outrider.text.chat import Chat, ChatOptions
 
 __all__ = [
@@ -45,7 +46,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "AsyncSession": "requests.session",
+    "AsyncSession": "requests.async_session",
     "Chat": "text.chat",
     "ChatOptions": "text.chat",
     "Decoder": "decoder",

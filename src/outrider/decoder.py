@@ -30,11 +30,12 @@ from outrider.options import (
     with_checked,
 )
 from outrider.records import Chunk, Completion, MediaPrompt, Request
-from outrider.requests.calls import GenerationCalls
+from outrider.requests.async_session import AsyncSession
+from outrider.requests.calls import BlockingCalls
 from outrider.requests.engine_loop import EngineLoop, RequestState
-from outrider.requests.hooks import ReadMasks, constraint_of
+from outrider.requests.hooks import ReadOptions, constraint_of
 from outrider.requests.row_options import LISTS, check_names, check_resume_ids, check_tokens, rows_of, seed_of
-from outrider.requests.session import AsyncSession, Session
+from outrider.requests.session import Session
 from outrider.runtime.lm import LM
 from outrider.runtime.media import read_media
 from outrider.sampling.rules import GUMBEL, RULES
@@ -55,15 +56,8 @@ class ReadPrompt(NamedTuple):
     media: MediaPrompt | None
 
 
-class ReadOptions(NamedTuple):
-    """Checked options for any number of requests."""
-
-    sampling: Sampling
-    masks: ReadMasks
-
-
 @dataclass(frozen=True, slots=True)
-class Decoder(GenerationCalls):
+class Decoder(BlockingCalls):
     """A target, a drafter and their defaults. It holds no state of a generation, so that one decoder serves many.
 
     Attributes:
@@ -180,7 +174,8 @@ class Decoder(GenerationCalls):
     ) -> AsyncSession:
         """A session for an event loop, whose tasks share it: ``async with decoder.async_session() as session``, then
         ``async for chunk in session.stream(...)``. Arguments and errors: see ``session``."""
-        return AsyncSession(self.session(slots, capacity, num_draft_tokens=num_draft_tokens, acceptance=acceptance))
+        session = self.session(slots, capacity, num_draft_tokens=num_draft_tokens, acceptance=acceptance)
+        return AsyncSession(lambda: session)
 
     def engine(
         self,
@@ -233,7 +228,7 @@ class Decoder(GenerationCalls):
         check_tokens(sampling, self.target.vocab_size, self.eos_ids)
         if sampling.stop and self.tokenizer is None:
             raise OptionError("stop", sampling.stop, "stop strings need a tokenizer")
-        return ReadOptions(sampling, ReadMasks.of(sampling, self.tokenizer, self.target.vocab_size))
+        return ReadOptions.of(sampling, self.tokenizer, self.target.vocab_size)
 
     def request(
         self,
@@ -262,7 +257,8 @@ class Decoder(GenerationCalls):
             is_repeatable, reports_drafts: see ``CallOptions``.
         """
         target, tokenizer = self.target, self.tokenizer
-        sampling, masks = options if isinstance(options, ReadOptions) else self.read_options(options)
+        options = options if isinstance(options, ReadOptions) else self.read_options(options)
+        sampling = options.sampling
         begun = begun if isinstance(prompt, ReadPrompt) else begun_of(prompt)
         ids, media = prompt if isinstance(prompt, ReadPrompt) else self.read(prompt)
         if not (has_seed := sampling.seed is not None):  # 53 bits: JSON numbers are float64 in other languages
@@ -270,7 +266,7 @@ class Decoder(GenerationCalls):
         ends = self.ends_of(ids)
         if sampling.min_tokens:  # until then no end may be generated
             check_tokens(sampling, target.vocab_size, ends)
-        constraint = constraint_of(sampling, tokenizer, target.vocab_size, ends, ids, thinking, begun, masks)
+        constraint = constraint_of(options, tokenizer, target.vocab_size, ends, ids, thinking, begun)
         thoughts = None
         if thinking is not None and splits_thoughts:
             stage = thinking.stage_of(tokenizer, ids, begun)
@@ -289,6 +285,7 @@ class Decoder(GenerationCalls):
             if constraint is not None and not constraint.push(token_id):
                 raise OptionError("resume_ids", token_id, "the constraint forbids this token")
         text.take()  # emitted before the cut
+        text.parts.clear()
         # If the output for a given seed depends on K, it must not depend on the load: K is constant under "auto". With
         # a constant K it must not depend on its own end, since a drawn seed is reported and may be given.
         is_fixed, is_auto = has_seed and is_repeatable, self.num_draft_tokens == "auto"

@@ -18,7 +18,7 @@ from outrider.drafters.model import model_drafter
 from outrider.errors import NumericsError, OptionError
 from outrider.options import Sampling
 from outrider.records import Draft, Request
-from outrider.requests.hooks import constraint_of
+from outrider.requests.hooks import ReadOptions, constraint_of
 from outrider.sampling.masks import Masks
 from outrider.sampling.rules import BLOCK, GUMBEL, REJECTION, Rule
 from outrider.text.structure import Structure
@@ -150,7 +150,7 @@ def test_the_law_is_the_targets_with_the_hook(rule: Rule, k: int, monkeypatch: p
 
     def of_round(output: tuple[int, ...]) -> Law:
         sampling = Sampling(processor=hook)
-        held = partial(constraint_of, sampling, None, V, frozenset(), PROMPT)
+        held = partial(constraint_of, ReadOptions.of(sampling, None, V), None, V, frozenset(), PROMPT)
         return round_law(rule, k, HOOKED, PROMPT, Sampling(), output, held)
 
     law = rounds_law(next_law, NUM_HOOKED)
@@ -255,7 +255,7 @@ def test_hooks_are_not_called_after_an_end_and_may_raise_where_no_text_gets() ->
 def test_a_hook_and_a_grammar_hold_together() -> None:
     tokenizer = letters_tokenizer(("a", "b", "ab", "c", "ba", "<end>"))
     sampling = Sampling(regex="(a|b|c){6}", processor=lambda ids: np.arange(6) != ids[-1])
-    held = constraint_of(sampling, tokenizer, 6, frozenset({5}), [0])
+    held = constraint_of(ReadOptions.of(sampling, tokenizer, 6), tokenizer, 6, frozenset({5}), [0])
     assert held is not None and list(held.effect()) == [False, True, True, True, True, False]
     assert held.push(1) and not held.push(1) and held.push(3)
     held.pop(1)

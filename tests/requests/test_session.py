@@ -166,7 +166,7 @@ def test_closing_ends_who_runs_and_who_waits_for_a_larger_cache(monkeypatch: pyt
     monkeypatch.setattr(decoder_module, "_LEAST_SESSION_CAPACITY", 16)
     session, ended = _decoder().session(), list[tuple[str, int]]()
     for name, prompt in (("runs", PROMPT[:4]), ("waits", PROMPT)):
-        states, loop = session._open([prompt], None, None, 1, {"max_new_tokens": 10})
+        states, loop = session._open([prompt], None, None, 1, {"max_new_tokens": 12})  # 2 rounds are not enough
         loop.submit(states, lambda _, item, name=name: ended.append((name, isinstance(item, SessionError))))
         loop.step()
     assert {name for name, _ in ended} == {"runs"}

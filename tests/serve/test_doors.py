@@ -132,6 +132,7 @@ CHANNELS |= dict.fromkeys(("assistant", "analysis", "final", "commentary"), Fals
 HEADER = "<|channel|>analysis<|message|>{{ '\\n' }}"
 HARMONY = ["\n", "It may", " rain", ".", "<|end|>", "<|start|>", "assistant", "<|channel|>", "final", "<|message|>"]
 HARMONY += ["Yes", "."]
+AGAIN = "<|start|>assistant<|channel|>analysis<|message|>Or snow<|end|>"  # a second thought
 # What a model with these markers says after its template, the request, and what is read of it.
 CASES: list[tuple[Mapping[str, bool], Sequence[str], str, dict[str, Any], tuple[Any, ...]]] = [
     (THINK, SCRIPT, PLAIN, {}, ("It may rain.", 'Yes.{"a": 1}', [], "stop")),
@@ -154,6 +155,8 @@ CASES: list[tuple[Mapping[str, bool], Sequence[str], str, dict[str, Any], tuple[
     ({"<|channel>": False, "<channel|>": False}, GEMMA, PLAIN, {"thinking_token_budget": 0}, ("", "Yes", [], "stop")),
     # Channels, as in gpt-oss: no header is content, and a budget leads to the answer.
     (CHANNELS | {"\n": False}, HARMONY, HEADER, {"thinking_token_budget": 2}, ("It may rain", "Yes.", [], "stop")),
+    (CHANNELS | {"\n": False}, [*HARMONY[:5], AGAIN, *HARMONY[5:]], HEADER, {},
+     ("It may rain.\nOr snow", "Yes.", [], "stop")),
 ]  # fmt: skip
 
 

@@ -1,6 +1,7 @@
 """Thoughts and calls in text: the same parts, however it arrives; never half a marker; what is no call is content."""
 
 import sys
+from collections import deque
 from typing import Any
 
 import pytest
@@ -36,12 +37,14 @@ def split(
     thinking: Thinking, stage: Stage, calls: CallParser, chunks: list[str]
 ) -> tuple[str, str, list[tuple[str, str]]]:
     """Thoughts, content and calls; each piece of content is at its place."""
-    parser, found, text = OutputParser(ThoughtSplitter(thinking, stage), calls), list[Piece](), ""
+    splitter, read, found, text = ThoughtSplitter(thinking, stage), deque[list[Piece]](), list[Piece](), ""
+    parser = OutputParser(read, calls)
     for i, chunk in enumerate([*chunks, ""]):
         text, is_end = text + chunk, i == len(chunks)
-        for piece in parser.feed(chunk, is_end=is_end):
-            end = len(text) - piece.num_after
-            assert piece.kind != "content" or is_end or text[end - len(piece.text) : end] == piece.text
+        read.append(splitter.feed(chunk, is_end=is_end))
+        for piece in parser.next_pieces(is_end=is_end):
+            begin = piece.end - len(piece.text)
+            assert piece.kind != "content" or is_end or text[begin : piece.end] == piece.text
             found.append(piece)
     return "".join(piece.text for piece in found if piece.kind == "reasoning"), *parts(found)
 

@@ -87,13 +87,17 @@ THOUGHTS = st.lists(st.sampled_from(["[a", "b]", "[", "a", "b", "]", " ", "ab", 
 
 @given(THOUGHTS, st.lists(st.sampled_from(["a", "b", " ", "ab", "]", "[", "b] a"]), max_size=2), st.data())
 def test_stop_strings_wait_for_the_end_of_a_thought(pieces: list[str], stop: list[str], data: st.DataObject) -> None:
-    """They are searched in the content that a client sees; thoughts and all that is decided are shown at once."""
+    """They are searched in the content that a client sees; thoughts and all that is decided are shown at once, and so
+    are their parts."""
     stage: Stage = data.draw(st.sampled_from(("before", "in", "after")))
     is_continued = data.draw(st.booleans())
 
     def split(text: str) -> tuple[ThoughtSplitter, str]:
         splitter = ThoughtSplitter(MARKERS, stage, is_continued=is_continued)
         return splitter, "".join(piece.text for piece in splitter.feed(text) if piece.kind == "content")
+
+    def shown_content() -> str:
+        return "".join(part.text for parts in row.parts for part in parts if part.kind == "content")
 
     row = RowText(Pieces(pieces), (), stop, thoughts=split("")[0])
     shown = ""
@@ -105,10 +109,12 @@ def test_stop_strings_wait_for_the_end_of_a_thought(pieces: list[str], stop: lis
         begins = len(text) - len(content)
         at = ends_at(content, stop)
         if at is not None:
-            assert (reason, shown) == ("stop", text[: begins + at])
+            assert (reason, shown, shown_content()) == ("stop", text[: begins + at], content[:at])
             return
-        held = held_back(content, stop) + splitter.num_waiting if stop else 0
+        num_held = held_back(content, stop)
+        held = num_held + splitter.num_waiting if stop else 0
         assert (reason, shown) == (None, text[: len(text) - held])
+        assert shown_content() == content[: len(content) - num_held]
     row.finish()
     assert shown + "".join(piece for _, piece in row.take()) == "".join(pieces)
 

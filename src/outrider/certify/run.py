@@ -33,7 +33,7 @@ from outrider.errors import OptionError, PromptError
 from outrider.measure.teacher_forcing import Text
 from outrider.options import DEFAULT_NUM_DRAFT_TOKENS, Sampling
 from outrider.records import Constraint, Request
-from outrider.requests.hooks import constraint_of
+from outrider.requests.hooks import ReadOptions, constraint_of
 from outrider.runtime.lm import LM
 from outrider.sampling.rules import GUMBEL, REJECTION, RULES
 from outrider.text.row_text import RowText
@@ -97,7 +97,8 @@ class CertifyTask:
 
     def new_constraint(self, prompt_ids: Sequence[int]) -> Constraint | None:
         decoder, vocab_size = self.decoder, self.decoder.target.vocab_size
-        return constraint_of(self.sampling, decoder.tokenizer, vocab_size, decoder.eos_ids, prompt_ids)
+        options = ReadOptions.of(self.sampling, decoder.tokenizer, vocab_size)
+        return constraint_of(options, decoder.tokenizer, vocab_size, decoder.eos_ids, prompt_ids)
 
     def request(self, text: int) -> Request:
         """Request of a sequence by index, with the decoder's end tokens."""

@@ -1,10 +1,10 @@
-"""The calls that generate, written once for decoders and sessions."""
+"""The calls that generate, written once for decoders and sessions, of event loops too."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Unpack
+from typing import Any, Generic, TypeVar, Unpack
 
 from outrider.options import CallOptions, Sampling
 from outrider.records import Chunk, Completion
@@ -14,27 +14,27 @@ from outrider.text.chat_images import chat_of
 from outrider.text.prompts import one_prompt
 from outrider.text.tokenizer import Prompt
 
+_Stream = TypeVar("_Stream")
+_Completions = TypeVar("_Completions")
+_Completion = TypeVar("_Completion")
 
-class GenerationCalls(ABC):
-    """Calls that generate, over requests and the loop that runs them."""
+
+class GenerationCalls(ABC, Generic[_Stream, _Completions, _Completion]):
+    """Calls that generate, over three methods; ``call`` is prompts, sampling, ``resume_ids``, n and options."""
 
     __slots__ = ()
 
     @abstractmethod
-    def _open(
-        self,
-        prompts: Prompt | Iterable[Prompt],
-        sampling: Sampling | Sequence[Sampling] | None,
-        resume_ids: Sequence[Sequence[int]] | None,
-        n: int,
-        options: Mapping[str, Any],
-    ) -> tuple[list[RequestState], EngineLoop]:
-        """Check a call, and make its requests. Raises OptionError, PromptError, SessionError."""
+    def _stream(self, *call: Any) -> _Stream:
+        """Generate, chunk by chunk."""
 
-    def _open_one(
-        self, prompt: Prompt, sampling: Sampling | None, resume_ids: Sequence[int], options: Mapping[str, Any]
-    ) -> tuple[list[RequestState], EngineLoop]:
-        return self._open(one_prompt(prompt), sampling, [resume_ids], 1, options)
+    @abstractmethod
+    def _complete(self, *call: Any) -> _Completions:
+        """Generate, and wait for all."""
+
+    @abstractmethod
+    def _only(self, completions: _Completions) -> _Completion:
+        """The completion of a single prompt."""
 
     def stream(
         self,
@@ -43,7 +43,7 @@ class GenerationCalls(ABC):
         *,
         resume_ids: Sequence[int] = (),
         **options: Unpack[CallOptions],
-    ) -> Iterator[Chunk]:
+    ) -> _Stream:
         """Generate for one prompt, one chunk per round. Arguments and errors: see ``stream_many``.
 
         The iterator may be dropped at any time. A call with ``resume_ids``, the tokens generated so far, continues from
@@ -51,8 +51,7 @@ class GenerationCalls(ABC):
         Cut at the end of a round (after a chunk; under ``gumbel`` anywhere), a given seed yields the output of the
         uncut stream.
         """
-        states, loop = self._open_one(prompt, sampling, resume_ids, options)
-        return loop.chunks(states)
+        return self._stream(one_prompt(prompt), sampling, [resume_ids], 1, options)
 
     def stream_many(
         self,
@@ -62,7 +61,7 @@ class GenerationCalls(ABC):
         n: int = 1,
         resume_ids: Sequence[Sequence[int]] | None = None,
         **options: Unpack[CallOptions],
-    ) -> Iterator[Chunk]:
+    ) -> _Stream:
         """Generate for several prompts concurrently, one chunk per row and round.
 
         Args:
@@ -78,8 +77,7 @@ class GenerationCalls(ABC):
             OptionError, PromptError, SessionError: from the call, not from the first chunk.
             NumericsError: from the iterator.
         """
-        states, loop = self._open(prompts, sampling, resume_ids, n, options)
-        return loop.chunks(states)
+        return self._stream(prompts, sampling, resume_ids, n, options)
 
     def generate(
         self,
@@ -89,21 +87,20 @@ class GenerationCalls(ABC):
         n: int = 1,
         resume_ids: Sequence[Sequence[int]] | None = None,
         **options: Unpack[CallOptions],
-    ) -> list[Completion]:
+    ) -> _Completions:
         """Generate for one prompt or several, and wait for all. Arguments and errors: see ``stream_many``.
 
         Returns:
             ``n`` completions for each prompt, in order.
         """
-        states, loop = self._open(prompts, sampling, resume_ids, n, options)
-        return collect(states, loop.chunks(states))
+        return self._complete(prompts, sampling, resume_ids, n, options)
 
     def stream_chat(
         self,
         messages: str | Sequence[Mapping[str, Any]],
         sampling: Sampling | None = None,
         **options: Unpack[ChatChanges],
-    ) -> Iterator[Chunk]:
+    ) -> _Stream:
         """Generate the answer to a chat, one chunk per round.
 
         Args:
@@ -123,9 +120,32 @@ class GenerationCalls(ABC):
         messages: str | Sequence[Mapping[str, Any]],
         sampling: Sampling | None = None,
         **options: Unpack[ChatChanges],
-    ) -> Completion:
+    ) -> _Completion:
         """Generate the answer to a chat, and wait for it. Arguments and errors: see ``stream_chat``. (``generate``
         takes several chats.)"""
         chat, others = chat_of(messages, options)
-        (completion,) = self.generate(chat, sampling, **others)
+        return self._only(self.generate(chat, sampling, **others))
+
+
+class BlockingCalls(GenerationCalls[Iterator[Chunk], list[Completion], Completion]):
+    """Calls over requests and the loop that runs them, in the thread of the caller."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def _open(
+        self, prompts: Any, sampling: Any, resume_ids: Any, n: int, options: Mapping[str, Any]
+    ) -> tuple[list[RequestState], EngineLoop]:
+        """Check a call, and make its requests. Raises OptionError, PromptError, SessionError."""
+
+    def _stream(self, *call: Any) -> Iterator[Chunk]:
+        states, loop = self._open(*call)
+        return loop.chunks(states)
+
+    def _complete(self, *call: Any) -> list[Completion]:
+        states, loop = self._open(*call)
+        return collect(states, loop.chunks(states))
+
+    def _only(self, completions: list[Completion]) -> Completion:
+        (completion,) = completions
         return completion

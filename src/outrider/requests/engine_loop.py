@@ -2,7 +2,7 @@
 
 Iterating over one caller's chunks steps the engine for all; chunks of other callers are kept for them. Any thread may
 iterate: one steps at a time, and the others find their chunks when it is their turn. Beside an event loop, a thread
-steps instead (``LoopThread``).
+steps instead (``AsyncSession``).
 
 The cache grows: a sequence that does not fit waits until all rows have ended, and then a larger engine replaces this
 one, without its prefixes.
@@ -10,14 +10,13 @@ one, without its prefixes.
 
 from __future__ import annotations
 
-import asyncio
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import groupby
-from queue import SimpleQueue
 
 from outrider.decoding.engine import Engine
 from outrider.errors import DeviceError, NumericsError, OutriderError, SessionError
@@ -44,6 +43,8 @@ class RequestState:
         chunks: so far, where they are collected.
         number, receive: where the chunks go; set when the request is submitted, as are ``client`` and ``priority``.
         index: the engine's number of the row; -1 while the request waits for an engine.
+        begun_s, first_s, last_s: when the row got its slot, and when its first and its last tokens came, in seconds of
+            ``time.perf_counter``; 0 before.
     """
 
     request: Request
@@ -58,11 +59,17 @@ class RequestState:
     client: str = ""
     priority: int = 0
     index: int = -1
+    begun_s: float = 0.0
+    first_s: float = 0.0
+    last_s: float = 0.0
 
     def __post_init__(self) -> None:
         self.origins = ["accepted"] * self.num_resumed  # their text was emitted, except characters held back
 
     def chunk(self, round_: RowRound, timing: Timing) -> Chunk:
+        self.last_s = time.perf_counter()
+        if self.first_s == 0.0:
+            self.begun_s, self.first_s = self.begun_s + round_.queued_s, self.last_s
         self.origins.extend(round_.origins)
         if round_.finish_reason is not None:
             self.text.finish()
@@ -204,6 +211,7 @@ class EngineLoop:
                 self._engine = None  # its cache is freed before the next one is allocated
                 self._enlarge(min(max(one.room for one in self._arriving), self._most_capacity))
             assert self._engine is not None
+            state.begun_s = time.perf_counter()  # and later, by the time that the row waits for a slot
             state.index = self._engine.submit(state.request, state.client, state.priority)
             self._rows[state.index] = state
             self._arriving.popleft()
@@ -266,57 +274,3 @@ def chunk_of(number: int, item: Chunk | OutriderError, num_rows: int) -> Chunk:
     if isinstance(item, OutriderError):
         raise item
     return item
-
-
-class LoopThread:
-    """One thread and the event loop that started it. Call ``start`` and ``post`` from the loop, ``call`` from the
-    thread, ``stop`` and ``join`` from anywhere."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._inbox: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-
-    def start(
-        self, step: Callable[[], bool], *, begin: Callable[[], None], fail: Callable[[BaseException], None]
-    ) -> None:
-        """Start the thread, in which all three functions run: ``begin`` first; ``step`` again and again, as long as it
-        returns True, then when something has been posted; ``fail`` takes the error that has ended the thread."""
-        self._loop = asyncio.get_running_loop()
-        self._thread = threading.Thread(target=self._run, args=(step, begin, fail), name=self._name, daemon=True)
-        self._thread.start()
-
-    def post(self, function: Callable[[], None]) -> None:
-        """Run a function in the thread, before its next step."""
-        self._inbox.put(function)
-
-    def stop(self) -> None:
-        """Stop the thread after its current step."""
-        self._inbox.put(None)
-
-    def join(self, timeout_s: float | None = None) -> None:
-        self._thread.join(timeout_s)
-
-    def call(self, function: Callable[..., None], *arguments: object) -> None:
-        """Call a function in the event loop, unless the loop has ended."""
-        try:
-            self._loop.call_soon_threadsafe(function, *arguments)
-        except RuntimeError:
-            self.stop()
-
-    def _run(self, step: Callable[[], bool], begin: Callable[[], None], fail: Callable[[BaseException], None]) -> None:
-        try:
-            begin()
-            has_work = False
-            while self._take_in(has_work):
-                has_work = step()
-        except BaseException as error:  # somebody must learn of any error: a panic of Rust is no Exception
-            fail(error)
-
-    def _take_in(self, has_work: bool) -> bool:
-        """Run what has been posted; wait for it when there is no work. Returns False at the end."""
-        while not (has_work and self._inbox.empty()):
-            if (function := self._inbox.get()) is None:
-                return False
-            function()
-            has_work = True
-        return True

@@ -23,30 +23,30 @@ from outrider.text.tokenizer import encode
 Hook = Callable[[list[int]], Any]
 
 
-class ReadMasks(NamedTuple):
-    """The options that forbid tokens, read once for any number of sequences: the grammar, and ``bad_words`` as token
-    ids with their hook."""
+class ReadOptions(NamedTuple):
+    """Options that are read once for any number of sequences: the grammar, and ``bad_words`` as token ids with their
+    hook."""
 
+    sampling: Sampling
     grammar: str | None
     words: Sequence[Sequence[int]]
     forbidding: Hook | None
 
     @classmethod
-    def of(cls, sampling: Sampling, tokenizer: Any, vocab_size: int) -> ReadMasks:
+    def of(cls, sampling: Sampling, tokenizer: Any, vocab_size: int) -> ReadOptions:
         """Raises OptionError, MissingExtra, ConstraintNotRead."""
         words = _word_ids(sampling.bad_words, tokenizer, vocab_size)
-        return cls(grammar_of(sampling), words, _forbidding(words, vocab_size) if words else None)
+        return cls(sampling, grammar_of(sampling), words, _forbidding(words, vocab_size) if words else None)
 
 
 def constraint_of(
-    sampling: Sampling,
+    options: ReadOptions,
     tokenizer: Any,
     vocab_size: int,
     eos_ids: frozenset[int],
     prompt_ids: Sequence[int],
     thinking: Thinking | None = None,
     begun: str | None = None,
-    masks: ReadMasks | None = None,
 ) -> Constraint | None:
     """The constraint of a new sequence with these options, if any. Errors: see ``Structure``.
 
@@ -54,10 +54,9 @@ def constraint_of(
         thinking: markers of its thoughts, after which a schema, an expression or a grammar begins; None to ask the
             tokenizer if the thoughts have a budget.
         begun: text that the output of a chat continues; None if the prompt is no chat.
-        masks: of these options, where they were read before.
     """
-    masks = masks or ReadMasks.of(sampling, tokenizer, vocab_size)
-    structure: Constraint | None = structure_of(sampling, tokenizer, vocab_size, eos_ids, masks.grammar)
+    sampling = options.sampling
+    structure: Constraint | None = structure_of(sampling, tokenizer, vocab_size, eos_ids, options.grammar)
     budget = sampling.thinking_budget
     if budget is not None:
         thinking = thinking or (None if tokenizer is None else thinking_of(tokenizer, "auto"))
@@ -77,10 +76,10 @@ def constraint_of(
 
         structure = Thoughts(structure, thinking, stage, vocab_size, eos_ids, budget, is_blank, head)
     hooks: dict[str, Hook] = {}
-    if masks.forbidding is not None:
-        if budget is not None and thinking is not None and [thinking.end_id] in masks.words:
+    if options.forbidding is not None:
+        if budget is not None and thinking is not None and [thinking.end_id] in options.words:
             raise OptionError("bad_words", thinking.end, "thinking_budget may force this token: leave it out")
-        hooks["bad_words"] = masks.forbidding
+        hooks["bad_words"] = options.forbidding
     if sampling.processor is not None:
         name = getattr(sampling.processor, "__qualname__", type(sampling.processor).__name__)
         hooks[f"processor {name}"] = sampling.processor

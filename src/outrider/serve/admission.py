@@ -1,5 +1,4 @@
-"""Admission control, and the requests that were accepted: their rows, times and results; threads that serve clients in
-turn.
+"""Admission control; threads that serve clients in turn.
 
 Whether the server accepts requests, and how many rows run or wait, per client and in all, is for the event loop alone.
 
@@ -12,17 +11,14 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 from outrider.decoding.fair_queue import FairQueue
-from outrider.records import Chunk
-from outrider.requests.engine_loop import RequestState
+from outrider.requests.async_session import Ticket
 from outrider.serve.http_errors import too_many, unavailable
-from outrider.serve.logprobs import ScoredToken
 
 LEAST_RETRY_AFTER_S = 1
 _SHARE_OF_ONE = 0.75  # of all, so that one client cannot fill the queue
@@ -30,88 +26,16 @@ _KEEP_ALIVE_S = 15.0
 _MOST_UNREAD_BYTES = 2**28  # of answers that clients do not read; those under way are not cut
 _BYTES_A_CHUNK = 2**12  # about the memory of one that waits
 
-Event = tuple[int, Chunk | Exception]
-"""A row's number in its ticket, and its next chunk or its error. The last chunk has a ``finish_reason``."""
 _Item = TypeVar("_Item")
 
 
-async def arrival(queue: asyncio.Queue[_Item]) -> _Item | None:
-    """Next item; None as a keep-alive after some seconds without one."""
+async def arrival(ticket: Ticket) -> tuple[int, Any] | None:
+    """Next result; None as a keep-alive after some seconds without one."""
     try:
         async with asyncio.timeout(_KEEP_ALIVE_S):  # not wait_for, which may lose a cancellation in Python 3.11
-            return await queue.get()
+            return await ticket.arrived.get()
     except TimeoutError:
         return None
-
-
-@dataclass(slots=True, eq=False)
-class TicketRow:
-    """One row of a ticket. Times are in seconds of one clock; 0 if not reached. The engine thread sets them before it
-    sends the event.
-
-    Attributes:
-        which: the row's number in the ticket.
-        submitted_s: when the row was queued.
-        begun_s: when the row got a slot, set with the first tokens.
-        first_s, last_s: when the first and the last tokens came.
-    """
-
-    job: RequestState
-    which: int
-    submitted_s: float
-    begun_s: float = 0.0
-    first_s: float = 0.0
-    last_s: float = 0.0
-
-
-@dataclass(slots=True, eq=False)
-class Ticket:
-    """Rows of one HTTP request.
-
-    Attributes:
-        client: the sender.
-        priority: within a client, the lowest number goes first.
-        events: in order.
-        num_open: unfinished rows, as the event loop knows.
-        has_begun: tokens of one of the rows have come, as the engine thread knows.
-        scored: tokens of each prompt but the first, if their log-probabilities are requested.
-    """
-
-    rows: Sequence[TicketRow]
-    client: str
-    priority: int
-    events: asyncio.Queue[Event] = field(default_factory=asyncio.Queue)
-    num_open: int = field(init=False)
-    has_begun: bool = False
-    scored: list[list[ScoredToken]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.num_open = len(self.rows)
-
-    @property
-    def num_taken(self) -> int:
-        """Rows that count: the unfinished ones, then one until the answer is sent."""
-        return self.num_open or min(len(self.rows), 1)
-
-
-@dataclass(slots=True, eq=False)
-class EngineTask:
-    """Other work of the engine thread, one step between two rounds: scoring a prompt, a race.
-
-    Attributes:
-        client: the sender.
-        submitted_s: when the task was queued.
-        found: results of the steps, in order; then an error, or StopIteration at the end.
-        has_begun: its first step is done.
-        is_closed: nobody waits for it any more.
-    """
-
-    steps: Generator[Any]
-    client: str
-    submitted_s: float
-    found: asyncio.Queue[Any] = field(default_factory=asyncio.Queue)
-    has_begun: bool = False
-    is_closed: bool = False
 
 
 class Admission:
@@ -120,32 +44,30 @@ class Admission:
     Args:
         most_rows: maximum rows, running or waiting.
         most_of_one: maximum for one client; None leaves a quarter to others.
+        tickets: of accepted requests, and of other work.
 
     Attributes:
-        tickets, tasks: accepted and unfinished.
         unsent: bytes of answers that are being sent, by client.
     """
 
-    def __init__(self, most_rows: int, most_of_one: int | None) -> None:
+    def __init__(self, most_rows: int, most_of_one: int | None, tickets: Set[Ticket]) -> None:
         self.most_of_one = math.ceil(_SHARE_OF_ONE * most_rows) if most_of_one is None else min(most_of_one, most_rows)
         self.state: Literal["loading", "ready", "draining", "failed"] = "loading"
-        self.tickets: set[Ticket] = set()
-        self.tasks: set[EngineTask] = set()
-        self._most_rows = most_rows
+        self._most_rows, self._tickets = most_rows, tickets
         self._reserved: list[str] = []  # clients of requests in preparation
         self.unsent: Counter[str] = Counter()
 
     @property
     def num_open(self) -> int:
-        """Rows and tasks that are not finished, or whose answers are not sent."""
-        return sum(ticket.num_taken for ticket in self.tickets) + len(self.tasks)
+        """Rows and other work that are not finished, or whose answers are not sent."""
+        return sum(map(_num_taken, self._tickets))
 
     def unread(self) -> Counter[str]:
         """About the bytes of answers that clients have not read, by client."""
         self.unsent = +self.unsent  # without zeros
         waiting: Counter[str] = Counter()
-        for ticket in self.tickets:
-            waiting[ticket.client] += _BYTES_A_CHUNK * ticket.events.qsize()
+        for ticket in self._tickets:
+            waiting[ticket.client] += _BYTES_A_CHUNK * ticket.arrived.qsize()
         return self.unsent + waiting
 
     def check_ready(self) -> None:
@@ -158,8 +80,7 @@ class Admission:
     def check(self, num_rows: int, client: str, retry_after_s: int) -> None:
         """Raises Refusal: not ready, or so many more rows exceed a limit."""
         self.check_ready()
-        taken = [(one.client, one.num_taken) for one in self.tickets]
-        taken += [(one, 1) for one in (*(task.client for task in self.tasks), *self._reserved)]
+        taken = [(one.client, _num_taken(one)) for one in self._tickets] + [(one, 1) for one in self._reserved]
         num_all, num_own = (sum(count for one, count in taken if who in (None, one)) for who in (None, client))
         if num_all + num_rows > self._most_rows:
             raise unavailable(f"the queue is full (running or waiting: {num_all}): try again later", retry_after_s)
@@ -182,6 +103,11 @@ class Admission:
             yield
         finally:
             self._reserved.remove(client)
+
+
+def _num_taken(ticket: Ticket) -> int:
+    """Rows that count: the unfinished ones, then one until the answer is sent."""
+    return ticket.num_open or min(len(ticket.states), 1)
 
 
 class FairThreads:

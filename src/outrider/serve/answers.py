@@ -16,11 +16,12 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from outrider.records import Chunk, Completion, FinishReason
+from outrider.requests.async_session import Ticket
 from outrider.requests.engine_loop import RequestState
-from outrider.serve.admission import Ticket, arrival
+from outrider.serve.admission import arrival
 from outrider.serve.generation_body import ParsedRequest
 from outrider.serve.http_errors import Refusal, refusal_of
-from outrider.serve.logprobs import TokenTexts
+from outrider.serve.logprobs import ScoredToken, TokenTexts
 from outrider.serve.metrics import num_spec_steps
 from outrider.serve.served_model import ServedModel
 from outrider.text.output_parser import OutputParser
@@ -44,6 +45,7 @@ class Answer(ABC):
         tool_format: how the model writes calls, if that is known.
         num_thoughts: how many of the tokens of an output are thoughts; None if they are not split off.
         ticket: set when the rows are queued.
+        scored: tokens of each prompt but the first, if their log-probabilities are requested.
     """
 
     ask: ParsedRequest
@@ -51,11 +53,12 @@ class Answer(ABC):
     prompt_texts: list[str]
     jobs: list[RequestState]
     tokens: TokenTexts
-    new_parser: Callable[[], OutputParser]
+    new_parser: Callable[[RequestState], OutputParser]
     tool_format: ToolFormat | None
     served: ServedModel
     num_thoughts: Callable[[Sequence[int]], int] | None
     ticket: Ticket = field(init=False)
+    scored: list[list[ScoredToken]] = field(init=False)
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -97,12 +100,13 @@ class Answer(ABC):
         """Times in milliseconds and draft statistics of the only sequence, in vLLM's form; none of several."""
         if len(self.jobs) != 1:
             return {}
-        own_k, row, completion = self.jobs[0].request.num_draft_tokens, self.ticket.rows[0], self.jobs[0].completion
-        num_tokens, decode_s, whole_s = len(completion.token_ids), row.last_s - row.first_s, row.last_s - row.begun_s
+        (job,) = self.jobs
+        own_k, completion = job.request.num_draft_tokens, job.completion
+        num_tokens, decode_s, whole_s = len(completion.token_ids), job.last_s - job.first_s, job.last_s - job.begun_s
         found = {
-            "time_to_first_token_ms": 1e3 * (row.first_s - row.begun_s),
+            "time_to_first_token_ms": 1e3 * (job.first_s - job.begun_s),
             "generation_time_ms": 1e3 * decode_s,
-            "queue_time_ms": 1e3 * (row.begun_s - row.submitted_s),
+            "queue_time_ms": 1e3 * (job.begun_s - self.ticket.submitted_s),
             "mean_itl_ms": 1e3 * decode_s / (num_tokens - 1) if num_tokens > 1 else None,
             "tokens_per_second": num_tokens / whole_s,
             "speculative_decoding": _drafts(completion, self.served.schedule.max_k if own_k is None else own_k),
@@ -130,7 +134,7 @@ class ItemsAnswer(Answer):
     is_open: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
-        self.parser = self.new_parser()
+        self.parser = self.new_parser(self.jobs[0])
 
     @abstractmethod
     def begin_item(self, kind: str, name: str) -> Iterator[bytes]:
@@ -150,15 +154,15 @@ class ItemsAnswer(Answer):
 
     def whole(self) -> dict[str, Any]:
         completion, totals = self.jobs[0].completion, self.totals()
-        for _ in self._parts(completion.text, completion.finish_reason):
+        for _ in self._parts(completion.finish_reason):
             pass
         return self.so_far(completion.finish_reason, totals["usage"]) | {"metrics": totals["metrics"]}
 
     def part(self, which: int, chunk: Chunk) -> Iterator[bytes]:
-        return self._parts(chunk.text, chunk.finish_reason)
+        return self._parts(chunk.finish_reason)
 
-    def _parts(self, text: str, reason: FinishReason | None) -> Iterator[bytes]:
-        for piece in self.parser.feed(text, is_end=reason is not None):
+    def _parts(self, reason: FinishReason | None) -> Iterator[bytes]:
+        for piece in self.parser.next_pieces(is_end=reason is not None):
             if piece.kind == "reasoning" and not self.ask.body.include_reasoning:
                 continue
             kind = self.types[piece.kind]
@@ -209,22 +213,19 @@ async def answer_events(answer: Answer) -> AsyncIterator[bytes]:
 
 
 async def _arrivals(answer: Answer) -> AsyncIterator[tuple[int, Chunk] | None]:
-    """Chunks of rows, which are added to them, until all have ended; None as a keep-alive. The error of one row ends
-    all."""
+    """Chunks of rows until all have ended; None as a keep-alive. The error of one row ends all."""
     num_open = len(answer.jobs)
     while num_open:
-        event = await arrival(answer.ticket.events)
+        event = await arrival(answer.ticket)
         if event is None:
             yield None
             continue
         which, chunk = event
-        job = answer.jobs[which]
         if isinstance(chunk, Exception):
-            constraint = job.request.constraint
+            constraint = answer.jobs[which].request.constraint
             if constraint is not None and constraint.error is not None:  # the client's grammar is at fault
                 raise Refusal(str(chunk), param=answer.ask.structured_by)
-            raise chunk
-        job.chunks.append(chunk)
+            raise answer.served.error_of(chunk)
         num_open -= chunk.finish_reason is not None
         yield which, chunk
 

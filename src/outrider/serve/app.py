@@ -136,7 +136,7 @@ class App:
         try:
             if ask.scores:
                 most = max(ask.scores.values())
-                answer.ticket.scored = await self._model.score(answer.prompt_ids, most, client)
+                answer.scored = await self._model.score(answer.prompt_ids, most, client)
             if ask.body.stream:
                 await _send_stream(answer_events(answer), send)
             else:

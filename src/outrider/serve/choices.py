@@ -69,7 +69,7 @@ class ChoicesAnswer(Answer):
             choices.append(choice | {"seed": one.seed, "stop_reason": job.text.stop_reason})
         response = self._opening(self.kind) | {"choices": choices} | self.totals()
         if (num_top := self.ask.body.prompt_logprobs) is not None:
-            pairs = zip(self.prompt_ids, self.ticket.scored, strict=True)
+            pairs = zip(self.prompt_ids, self.scored, strict=True)
             found = [prompt_logprobs_json(self.tokens, *pair, num_top) for pair in pairs]
             if self.repeats_prompt:
                 for index, choice in enumerate(choices):
@@ -132,7 +132,7 @@ class ChoicesAnswer(Answer):
         text, ids = self.prompt_texts[at], self.prompt_ids[at]
         if num_top is None:
             return text, None
-        own = [None, *(TokenLogprob(one.logprob, one.top[:num_top]) for one, _ in self.ticket.scored[at])]
+        own = [None, *(TokenLogprob(one.logprob, one.top[:num_top]) for one, _ in self.scored[at])]
         return text, list(zip(ids, own, pieces_of(self.tokens.tokenizer, ids, text), strict=True))
 
 
@@ -189,7 +189,7 @@ class ChatAnswer(ChoicesAnswer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._parsers = [self.new_parser() for _ in self.jobs]
+        self._parsers = list(map(self.new_parser, self.jobs))
 
     def whole_choice(self, index: int, text: str, scored: Scored | None, reason: FinishReason) -> dict[str, Any]:
         choice = super().whole_choice(index, text, scored, reason)
@@ -206,7 +206,7 @@ class ChatAnswer(ChoicesAnswer):
     def next_choice(
         self, index: int, text: str, scored: Scored | None, reason: FinishReason | None
     ) -> dict[str, Any] | None:
-        pieces = self._parsers[index].feed(text, is_end=reason is not None)
+        pieces = self._parsers[index].next_pieces(is_end=reason is not None)
         delta, logprobs = self._delta(pieces, index), self._logprobs(index, text, pieces, scored)
         if not (delta or reason):
             return None
@@ -226,7 +226,7 @@ class ChatAnswer(ChoicesAnswer):
                 delta["content"] = delta.get("content", "") + piece.text
             elif piece.kind == "reasoning":
                 if self.ask.body.include_reasoning:
-                    delta["reasoning_content"] = piece.text
+                    delta["reasoning_content"] = delta.get("reasoning_content", "") + piece.text
             elif piece.kind == "call":
                 self._callers.add(index)
                 function = {"name": piece.text, "arguments": ""}
@@ -246,7 +246,7 @@ class ChatAnswer(ChoicesAnswer):
         waiting.add(text, scored)
         for piece in pieces:
             if piece.kind == "content":
-                tokens = waiting.take(len(piece.text), piece.num_after)
+                tokens = waiting.take(len(piece.text), piece.end)
                 # Special tokens may have no text.
                 content += [self._scored(one) for one in tokens if one.piece or self.tokens.token(one.id)[2]]
         return {"content": content, "refusal": None}

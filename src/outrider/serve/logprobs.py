@@ -94,9 +94,9 @@ class WaitingTokens:
             self._tokens.append(PlacedToken(token_id, logprob, piece, self._num_placed))
             self._num_placed += len(piece)
 
-    def take(self, num_characters: int, num_after: int = 0) -> list[PlacedToken]:
-        """Take the tokens of the last characters, with ``num_after`` characters after these; drop those before."""
-        end = self._num_characters - num_after
+    def take(self, num_characters: int, end: int | None = None) -> list[PlacedToken]:
+        """Take the tokens of the characters before an end, that of the text if None; drop those before."""
+        end = self._num_characters if end is None else end
         begin, taken = end - num_characters, []
         while self._tokens and self._tokens[0].at < end:
             token = self._tokens.popleft()

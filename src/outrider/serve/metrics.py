@@ -16,7 +16,7 @@ from prometheus_client.registry import Collector
 
 from outrider.decoding.scheduler import Load
 from outrider.records import Chunk, Stats, Timing
-from outrider.serve.admission import TicketRow
+from outrider.requests.engine_loop import RequestState
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 _SECONDS_A_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0)
@@ -24,7 +24,7 @@ _SECONDS_A_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0
 
 class Metrics(Collector):
     """The counts of the server, with the load of the engine and the size of the answers that clients have not read.
-    Written by the engine thread, read by any."""
+    For the event loop."""
 
     def __init__(self, load: Callable[[], Load], unread_bytes: Callable[[], int], model_name: str) -> None:
         self._load, self._unread_bytes, self._model_name = load, unread_bytes, model_name
@@ -44,25 +44,26 @@ class Metrics(Collector):
         one = Histogram(f"outrider:{name}_seconds", about, ["model_name"], buckets=bounds, registry=self.registry)
         return one.labels(self._model_name)
 
-    def count_chunk(self, chunk: Chunk) -> None:
-        self.timing += chunk.timing
+    def count_chunk(self, chunk: Chunk, *, has_timing: bool) -> None:
+        if has_timing:
+            self.timing += chunk.timing
         self.stats += chunk.stats
 
-    def count_first(self, chunk: Chunk, row: TicketRow) -> None:
-        self.num_prompt_tokens += row.job.num_prompt_tokens
+    def count_first(self, chunk: Chunk, job: RequestState, submitted_s: float) -> None:
+        self.num_prompt_tokens += job.num_prompt_tokens
         self.num_cached_tokens += chunk.num_cached_tokens
-        self._queue.observe(row.begun_s - row.submitted_s)
-        self._first.observe(row.first_s - row.submitted_s)
+        self._queue.observe(job.begun_s - submitted_s)
+        self._first.observe(job.first_s - submitted_s)
 
     def count_end(self, reason: str, num_rows: int = 1) -> None:
         if num_rows:
             self.num_ended[reason] += num_rows
 
-    def count_latency(self, row: TicketRow) -> None:
-        num_tokens = len(row.job.origins)
-        self._whole.observe(row.last_s - row.submitted_s)
+    def count_latency(self, job: RequestState, submitted_s: float) -> None:
+        num_tokens = len(job.origins)
+        self._whole.observe(job.last_s - submitted_s)
         if num_tokens > 1:
-            self._token.observe((row.last_s - row.first_s) / (num_tokens - 1))
+            self._token.observe((job.last_s - job.first_s) / (num_tokens - 1))
 
     def collect(self) -> Iterator[Metric]:
         # Each is read once, so that the counts of a scrape belong together.

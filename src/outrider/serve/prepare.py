@@ -8,10 +8,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from outrider.decoder import ReadOptions, ReadPrompt
+from outrider.decoder import ReadPrompt
 from outrider.errors import OptionError, PromptError, UsageError
 from outrider.options import CONSTRAINTS, with_checked
 from outrider.requests.engine_loop import RequestState
+from outrider.requests.hooks import ReadOptions
 from outrider.serve.answers import Answer
 from outrider.serve.bodies import DetokenizeBody, TokenizeBody
 from outrider.serve.generation_body import GenerationBody, ParsedRequest
@@ -21,7 +22,7 @@ from outrider.serve.messages import MessageBody
 from outrider.serve.served_model import ServedModel
 from outrider.text.chat import Chat
 from outrider.text.chat_images import chat_inputs, has_images
-from outrider.text.output_parser import CallParser, OutputParser, ThoughtSplitter
+from outrider.text.output_parser import CallParser, OutputParser
 from outrider.text.prompts import begun_of, is_chat, rows_of, without_media
 from outrider.text.thinking import Thinking
 from outrider.text.tokenizer import Prompt, encode, special_ids
@@ -107,19 +108,16 @@ class Preparer:
         if ask.body.echo:
             pairs = zip(ask.prompts, all_ids, strict=True)
             texts = [prompt if isinstance(prompt, str) else self._decode(ids) for prompt, ids in pairs]
-        num_thoughts = new_splitter = None
+        num_thoughts = None
         if thinking is not None and separates:
-            begun = begun_of(ask.prompts[0])
-            stage = thinking.stage_of(self._tokenizer, all_ids[0], begun)
+            stage = thinking.stage_of(self._tokenizer, all_ids[0], begun_of(ask.prompts[0]))
             num_thoughts = partial(thinking.num_thoughts, self._tokenizer, stage)
-            new_splitter = partial(ThoughtSplitter, thinking, stage, is_continued=bool(begun))
 
-        def new_parser() -> OutputParser:
+        def new_parser(job: RequestState) -> OutputParser:
             calls = None
             if ask.tools is not None and self._tool_format is not None:
                 calls = CallParser(self._tool_format, [tool.name for tool in ask.tools.callable])
-            thoughts = None if new_splitter is None else new_splitter()
-            return OutputParser(thoughts, calls, has_content=ask.tools is None or not ask.tools.is_forced)
+            return OutputParser(job.text.parts, calls, has_content=ask.tools is None or not ask.tools.is_forced)
 
         tokens = TokenTexts(self._tokenizer, ask.body.return_tokens_as_token_ids)
         return answer(ask, all_ids, texts, jobs, tokens, new_parser, self._tool_format, self.model, num_thoughts)

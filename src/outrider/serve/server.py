@@ -71,7 +71,7 @@ class Server:
             asyncio.run(self._run())
         finally:
             self._app.close()
-            self.model.thread.join(_GRACE_S)  # a thread that still computes at exit may crash
+            self.model.session.join(_GRACE_S)  # a thread that still computes at exit may crash
         if self.model.error is not None:
             raise self.model.error
 
@@ -86,7 +86,7 @@ class Server:
             await self._uvicorn.serve([self._listener])
         finally:
             draining.cancel()
-            self.model.thread.stop()
+            self.model.session.stop()
 
     def _set_ready(self) -> None:
         options, tokenizer = self._options, self.model.decoder.tokenizer
@@ -94,16 +94,20 @@ class Server:
         self._app.preparer = Preparer(self.model, tool_format, thinking_of(tokenizer, options.reasoning_parser))
         self._on_ready(self.model)
 
+    async def _tick(self) -> None:
+        await asyncio.sleep(_TICK_S)
+        self.model.time_out()
+
     async def _drain(self) -> None:
         """Close stalled connections. After a shutdown signal refuse new requests; running ones may finish in time."""
         loop, seen = asyncio.get_running_loop(), _Seen()
         while not self._uvicorn.should_exit:
-            await asyncio.sleep(_TICK_S)
+            await self._tick()
             seen = close_stalled(self._uvicorn.server_state.connections, seen, loop.time())
         self.model.drain()
         end_s = loop.time() + self._options.shutdown_timeout_s
         while self.model.admission.num_open and loop.time() < end_s:
-            await asyncio.sleep(_TICK_S)
+            await self._tick()
         if self.model.admission.num_open:
             _LOG.warning("%d requests did not end in time and are cancelled", self.model.admission.num_open)
         self.model.abort(unavailable("the server is shutting down", 1))

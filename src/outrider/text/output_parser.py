@@ -1,9 +1,14 @@
-"""Splits a model's output into thoughts, content and calls of tools, as it arrives, and passes on no half a marker."""
+"""Splits a model's output into thoughts, content and calls of tools, as it arrives, and passes on no half a marker.
+
+A row's text splits off the thoughts (``ThoughtSplitter``), since its stop strings count after them; the parser of an
+answer finds calls in the rest.
+"""
 
 from __future__ import annotations
 
 import json
 import re
+from collections import deque
 from collections.abc import Collection, Sequence
 from typing import Literal, NamedTuple
 
@@ -28,39 +33,41 @@ class Piece(NamedTuple):
         kind: "call" begins a call, whose arguments follow.
         text: content; thoughts; the name of the tool; or a part of the arguments, which are JSON.
         call: the number of the call, from 0.
-        num_after: characters of the output so far that follow content, and are not decided or no content.
+        end: where content ends, in characters of the output.
     """
 
     kind: Literal["content", "reasoning", "call", "arguments"]
     text: str
     call: int = 0
-    num_after: int = 0
+    end: int = 0
 
 
 class OutputParser:
-    """Parser of one output with thoughts, calls, or both. If ``has_content`` is false, text outside calls is the
-    beginning of a call that was cut."""
+    """Parser of one output with thoughts, calls, or both.
 
-    def __init__(
-        self, thoughts: ThoughtSplitter | None = None, calls: CallParser | None = None, *, has_content: bool = True
-    ) -> None:
-        self._thoughts, self._calls, self._has_content = thoughts, calls, has_content
+    Args:
+        parts: thoughts and content of each chunk to come (see ``RowText``).
+        has_content: if false, text outside calls is the beginning of a call that was cut.
+    """
+
+    def __init__(self, parts: deque[list[Piece]], calls: CallParser | None = None, *, has_content: bool = True) -> None:
+        self._parts, self._calls, self._has_content = parts, calls, has_content
 
     @property
     def is_in_call(self) -> bool:
         """Whether the text so far ends in a call that is incomplete."""
         return self._calls is not None and self._calls.is_in_call
 
-    def feed(self, text: str, *, is_end: bool = False) -> list[Piece]:
-        """Add text; return the parts that are certain, at the end all."""
-        parts = [Piece("content", text)] if self._thoughts is None else self._thoughts.feed(text, is_end=is_end)
-        parts = [part for part in parts if part.text]
+    def next_pieces(self, *, is_end: bool = False) -> list[Piece]:
+        """Parse the next chunk, or at the end all that remain; return what is certain, at the end all."""
+        parts = self._parts.popleft()
+        while is_end and self._parts:
+            parts += self._parts.popleft()
         if self._calls is None:
             return parts
         pieces = []
         for part in parts:
-            found = [part] if part.kind == "reasoning" else self._calls.feed(part.text)
-            pieces += [piece._replace(num_after=piece.num_after + part.num_after) for piece in found]
+            pieces += [part] if part.kind == "reasoning" else self._calls.feed(part.text, part.end)
         pieces += self._calls.feed("", is_end=True) if is_end else []
         return [piece for piece in pieces if self._has_content or piece.kind != "content"]
 
@@ -72,6 +79,7 @@ class ThoughtSplitter:
     def __init__(self, thinking: Thinking, stage: Stage, *, is_continued: bool = False) -> None:
         self._thinking, self._stage = thinking, stage
         self._text = ""  # not yet split
+        self._num_characters = 0  # of all text
         self._label = thinking.label if stage == "before" else ""
         self._is_dropping = stage != "before" and not is_continued  # white space
         self._markers = (thinking.begin, *thinking.headers) if thinking.turn else ()  # in the rest
@@ -85,6 +93,7 @@ class ThoughtSplitter:
     def feed(self, text: str, *, is_end: bool = False) -> list[Piece]:
         """Add text; return the thoughts and the content that are certain. A header is an empty thought."""
         self._text += text
+        self._num_characters += len(text)
         begin = self._thinking.begin
         if self._stage == "before":
             stripped = self._text.lstrip()
@@ -124,8 +133,8 @@ class ThoughtSplitter:
         end = len(self._text) - held
         found = self._marker.search(self._text, 0, end) if self._markers else None
         content, self._text = self._text[: found.start() if found else end], self._text[found.end() if found else end :]
-        num_after = len(self._text) + (len(found[0]) if found else 0)
-        pieces += [Piece("content", content, num_after=num_after)] if content else []
+        end = self._num_characters - len(self._text) - (len(found[0]) if found else 0)
+        pieces += [Piece("content", content, end=end)] if content else []
         if found and found[0] == self._thinking.begin:
             self._stage, self._is_dropping = "in", True
         if found:  # between two messages
@@ -146,6 +155,7 @@ class CallParser:
     def __init__(self, form: ToolFormat, names: Collection[str]) -> None:
         self._form, self._names = form, frozenset(names)
         self._text = ""  # not yet parsed
+        self._end = 0  # of the text
         self._space = ""  # content, unless a call follows
         self._opening = ""  # text of a marker: content, unless a call follows
         self._reader: CallReader | None = None
@@ -154,9 +164,10 @@ class CallParser:
         self._is_end = False
         self._state = self._in_text if form.has_marker else self._at_the_beginning
 
-    def feed(self, text: str, *, is_end: bool = False) -> list[Piece]:
-        """Add text; return the parts that are certain, at the end all."""
+    def feed(self, text: str, end: int | None = None, *, is_end: bool = False) -> list[Piece]:
+        """Add text up to this place of the output; return the parts that are certain, at the end all."""
         self._text += text
+        self._end = self._end + len(text) if end is None else end
         self._is_end = is_end
         while self._state():
             pass
@@ -175,7 +186,7 @@ class CallParser:
         rest = self._opening + unread + (self._text if self._opening else "")
         if rest or not self._num_calls:
             rest = self._space + rest
-        return [*pieces, Piece("content", rest)] if rest else pieces
+        return [*pieces, Piece("content", rest, end=self._end)] if rest else pieces
 
     # States: each parses some of the text, and returns whether there may be more to do.
 
@@ -279,7 +290,7 @@ class CallParser:
         said = text.rstrip()
         self._space = text[len(said) :]
         if said:
-            self._pieces.append(Piece("content", said, num_after=len(self._space) + len(self._text)))
+            self._pieces.append(Piece("content", said, end=self._end - len(self._space) - len(self._text)))
 
 
 class CallReader:

@@ -8,6 +8,7 @@ there, a stop string of white space ends the row one token late.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Sequence
 from operator import itemgetter
 
@@ -31,6 +32,7 @@ class RowText:
     Attributes:
         stop_reason: the stop string or stop token that has ended the row; None if none has.
         pieces: for each token, the text that has come with it, also where a stop string cuts it off.
+        parts: thoughts and content in the text of each ``take``. (Their reader may be behind the row.)
     """
 
     def __init__(
@@ -54,6 +56,9 @@ class RowText:
         self._held: list[tuple[int, str]] = []  # (index of the token, its text), not yet final
         self._content = ""  # of the held text, at its end: stop strings are searched in it
         self._certain: list[tuple[int, str]] = []
+        self._num_characters = 0  # of all text
+        self._split: list[Piece] = []  # since the last take, with the held content; neighbours of a kind are joined
+        self.parts: deque[list[Piece]] = deque()
 
     def push(self, token_id: int) -> FinishReason | None:
         """Add the next token; return the finish reason if the row ends with it."""
@@ -68,14 +73,11 @@ class RowText:
         if piece := self._detokenizer.push(token_id):
             self.pieces[-1] = piece
             self._held.append((len(self.pieces) - 1, piece))
-        if reason is not None:
-            return reason
-        if not self._stop:  # nothing is held back
-            self._certain += self._held
-            self._held.clear()
-            return None
         num_held = sum(len(piece) for _, piece in self._held)
-        for part in [Piece("content", piece)] if self._thoughts is None else self._thoughts.feed(piece):
+        for part in self._parts_of(piece):
+            self._add(part)
+            if reason is not None or not self._stop:
+                continue
             if part.kind != "content":
                 self._content = ""
                 continue
@@ -85,26 +87,58 @@ class RowText:
             ends = [(at, string) for at, string in found if at >= 0]
             if ends and len(self.pieces) > self._min_tokens:
                 at, self.stop_reason = min(ends, key=itemgetter(0))
-                end = at + len(self.stop_reason) if self._includes_stop else at
-                self._release(num_held - part.num_after - len(text) + end)
+                num_beyond = len(text) - at - (len(self.stop_reason) if self._includes_stop else 0)
+                self._release(num_held - (self._num_characters - part.end) - num_beyond)
                 self._held.clear()
+                self._take_back(num_beyond)
+                self._content = ""
                 self._detokenizer = None  # any remainder lies beyond the end
                 return "stop"
             self._content = text[len(text) - num_undecided(text, self._stop) :]
-        num_waiting = 0 if self._thoughts is None else self._thoughts.num_waiting
-        self._release(num_held - num_waiting - len(self._content))
-        return None
+        if reason is None:
+            num_waiting = 0 if self._thoughts is None or not self._stop else self._thoughts.num_waiting
+            self._release(num_held - num_waiting - len(self._content))
+        return reason
 
     def finish(self) -> None:
         """End the row: held text cannot become a stop string any more."""
         if self._detokenizer is not None:
-            self._held.append((len(self.pieces) - 1, self._detokenizer.flush()))
+            rest = self._detokenizer.flush()
+            self._held.append((len(self.pieces) - 1, rest))
             self._release(sum(len(piece) for _, piece in self._held))
+            self._content = ""
+            for part in self._parts_of(rest, is_end=True):
+                self._add(part)
 
     def take(self) -> list[tuple[int, str]]:
         """Text that has become final since the last call, as (index of its token, text)."""
         certain, self._certain = self._certain, []
+        held = self._take_back(len(self._content))
+        self.parts.append([part for part in self._split if part.text])
+        self._split = held
         return certain
+
+    def _parts_of(self, text: str, *, is_end: bool = False) -> list[Piece]:
+        self._num_characters += len(text)
+        if self._thoughts is None:
+            return [Piece("content", text, end=self._num_characters)]
+        return self._thoughts.feed(text, is_end=is_end)
+
+    def _add(self, part: Piece) -> None:
+        last = self._split[-1] if self._split else None
+        if last is None or last.kind != part.kind or _is_header(last) or _is_header(part):
+            self._split.append(part)
+        else:
+            self._split[-1] = part._replace(text=last.text + part.text)
+
+    def _take_back(self, num_characters: int) -> list[Piece]:
+        """Remove content from the end of what is split, and return it."""
+        if not num_characters:
+            return []
+        last = self._split.pop()
+        at = len(last.text) - num_characters
+        self._split.append(last._replace(text=last.text[:at], end=last.end - num_characters))
+        return [last._replace(text=last.text[at:])]
 
     def _release(self, num_characters: int) -> None:
         while self._held and num_characters >= len(self._held[0][1]):
@@ -116,3 +150,7 @@ class RowText:
             index, piece = self._held[0]
             self._certain.append((index, piece[:num_characters]))
             self._held[0] = (index, piece[num_characters:])
+
+
+def _is_header(part: Piece) -> bool:
+    return part.kind == "reasoning" and not part.text.strip()
