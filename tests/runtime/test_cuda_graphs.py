@@ -89,7 +89,7 @@ def _with_stale_inputs(program: Any, stores: list[Tensor]) -> None:
 
 
 def _with_a_stale_result(program: Any, stores: list[Tensor]) -> None:
-    _, result = next(cuda_graphs._named(program.results))
+    result = cuda_graphs._tensors(program.results)[0]
     old = result.clone()
     _after_replays(program, lambda: result.copy_(old))
 
@@ -103,7 +103,7 @@ def _with_other_states(program: Any, stores: list[Tensor]) -> None:
 
 
 def _with_rounding(program: Any, stores: list[Tensor]) -> None:
-    numbers = [one for _, one in cuda_graphs._named(program.results) if one.is_floating_point()]
+    numbers = [one for one in cuda_graphs._tensors(program.results) if one.is_floating_point()]
     _after_replays(program, lambda: [one.mul_(1 + 1e-10) for one in numbers])
 
 
@@ -142,6 +142,7 @@ def test_a_device_that_captures_wrongly_changes_no_text(
         assert tokens(fast, fast_drafter, REQUESTS, REJECTION, 3) == want
     assert sorted(line.split()[0] for line in caplog.messages) == sorted(lm.name for lm in (target, *drafter.models))
     assert all(line.endswith(": it runs eagerly from here on") for line in caplog.messages)
+    assert fast.execution.name == "eager"
     with pytest.raises(ExecutionError, match=f"^target {message}"):
         tokens(capture(target, is_required=True), drafter, REQUESTS, REJECTION, 3)
 

@@ -25,7 +25,7 @@ def choose_execution(lm: LM, name: str = "auto", *, is_known: bool = False) -> L
 
     Args:
         name: one of EXECUTIONS (registry.py); "auto" is "native" on the CPU for models that the native engine knows,
-            "captured" on a CUDA device, where steps that cannot be captured run eagerly, and else "eager".
+            "captured" on a CUDA device, until a captured step fails or differs, and else "eager".
         is_known: the native engine was found to give the model's logits.
 
     Raises:
@@ -63,7 +63,7 @@ def capture(lm: LM, *, is_required: bool = False) -> LM:
     """This model in CUDA graphs.
 
     Args:
-        is_required: a step that cannot be captured is an error; else it runs eagerly.
+        is_required: see ``CapturedExecution``.
     """
     lm.mixers  # noqa: B018 - found now, or that forward would be captured with a step
     return lm.with_execution(CapturedExecution(is_required=is_required))

@@ -116,8 +116,7 @@ class CapturedExecution(EagerExecution):
                 if program is None:
                     program = self._programs[key] = self._record(call)
                     _copy(before, call.stores)  # undo the warm-up runs
-                found = program.run(call.tensors)
-                states = [state.clone() for state in call.states]
+                found = {"results": program.run(call.tensors), "states": tuple(one.clone() for one in call.states)}
             finally:
                 _copy(before, call.stores)
         except Exception as error:  # what arbitrary models and drivers may raise has no common type
@@ -129,9 +128,9 @@ class CapturedExecution(EagerExecution):
         program.num_compared += 1
         if len(self._programs) > MOST_PROGRAMS:
             self._programs.popitem(last=False)
-        found, wanted = [*_named(found), *_named(states, "states")], [*_named(results), *_named(call.states)]
-        for (name, mine), (_, its) in zip(found, wanted, strict=True):
-            if not _is_close(mine, its, call.lm.dtype):
+        wanted = {"results": results, "states": tuple(call.states)}
+        for (name, mine), (_, its) in zip(_parts(found), _parts(wanted), strict=True):
+            if isinstance(its, Tensor) and not _is_close(mine, its, call.lm.dtype):
                 self._give_up(f"{call.lm.name} differs when captured: {type(call.step).__name__} gives other {name}")
                 return None if self._is_required else results
         return results
@@ -140,11 +139,14 @@ class CapturedExecution(EagerExecution):
         self._fault = fault
         self._programs.clear()
         if not self._is_required:
+            self.name = "eager"
             _LOG.warning("%s: it runs eagerly from here on", fault)
 
     def _record(self, call: Call) -> _Program:
         inputs, stores, lm = [tensor.clone() for tensor in call.tensors], call.stores, call.lm
-        run = partial(call.on, inputs, stores)
+        # On the same storage, but not the cache itself, whose end frees its storage.
+        fixed = Call(call.step, lm, _put_together(call.arguments, iter(inputs), iter(stores)))
+        run = partial(fixed.on, inputs, stores)
         with constant_frequencies(lm.model):
             if lm.device.type != "cuda":
                 return _called(inputs, run)
@@ -170,36 +172,23 @@ class Call:
     form: list[Any] = field(default_factory=list)  # all else that a program depends on
 
     def __post_init__(self) -> None:
-        self._take_apart(self.arguments.values())
-
-    def _take_apart(self, values: Iterable[Any]) -> None:
-        tensors, form = self.tensors, self.form  # local names, since this runs in every round
-        for value in values:
-            if value is None:
-                form.append(None)
-            elif isinstance(value, Tensor):
-                tensors.append(value.contiguous())
-                form.append((value.shape, value.dtype))
+        for _, value in _parts(self.arguments):
+            if isinstance(value, Tensor):
+                self.tensors.append(value.contiguous())
+                self.form.append((value.shape, value.dtype))
             elif isinstance(value, SlotCache):
                 self.stores.extend(value.storage)
                 self.states.extend(value.storage[value.num_token_stores :])
                 # The first store identifies them all.
                 first = [(store.shape, store.data_ptr()) for store in value.storage[:1]]
-                form.append((value.capacity, value.bound, *first))
-            elif isinstance(value, tuple):
-                form.append(len(value))
-                self._take_apart(value)
-            elif (names := _fields_of(value.__class__)) is not None:
-                self._take_apart([getattr(value, name) for name in names])
+                self.form.append((value.capacity, value.bound, *first))
             else:
-                form.append(value)
+                self.form.append(value)
 
-    def on(self, tensors: Sequence[Tensor], stores: Sequence[Tensor]) -> Any:
-        """Run the step on other tensors of the same shapes. Caches are put on the storage, since a cache frees its
-        storage at its end; and arguments are rebuilt in each run, since they may keep what they derived from their
-        tensors (see noise.py)."""
-        parts = iter(tensors), iter(stores)
-        return self.step(self.lm, **{name: _put_together(value, *parts) for name, value in self.arguments.items()})
+    def on(self, tensors: Iterable[Tensor], stores: Iterable[Tensor]) -> Any:
+        """Run the step on other tensors of the same shapes, in arguments that are made for this run, since they may
+        keep what they derive from their tensors (see noise.py)."""
+        return self.step(self.lm, **_put_together(self.arguments, iter(tensors), iter(stores)))
 
 
 @cache
@@ -207,13 +196,30 @@ def _fields_of(kind: type) -> tuple[str, ...] | None:
     return tuple(one.name for one in fields(kind) if one.init) if is_dataclass(kind) else None
 
 
+def _parts(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """The tensors, caches and other values in records of any form, with the names of the innermost fields."""
+    if isinstance(value, dict):
+        parts: Iterable[tuple[str, Any]] = value.items()
+    elif isinstance(value, tuple):
+        parts = ((name, one) for one in value)
+    elif (names := _fields_of(value.__class__)) is not None:
+        parts = ((own, getattr(value, own)) for own in names)
+    else:
+        yield name, value
+        return
+    for own, one in parts:
+        yield from _parts(one, own)
+
+
 def _put_together(value: Any, tensors: Iterator[Tensor], stores: Iterator[Tensor]) -> Any:
     if isinstance(value, Tensor):
         return next(tensors)
     if isinstance(value, SlotCache):
         return value.on([next(stores) for _ in value.storage])
+    if isinstance(value, dict):
+        return {name: _put_together(one, tensors, stores) for name, one in value.items()}
     if isinstance(value, tuple):
-        return tuple(_put_together(item, tensors, stores) for item in value)
+        return tuple(_put_together(one, tensors, stores) for one in value)
     if (names := _fields_of(value.__class__)) is not None:
         return type(value)(**{name: _put_together(getattr(value, name), tensors, stores) for name in names})
     return value
@@ -235,13 +241,10 @@ class _Program:
 
 def _called(inputs: list[Tensor], call: Callable[[], Any]) -> _Program:
     """A step on a device without graphs."""
-    first = call()
-    tensors = [tensor.clone() for _, tensor in _named(first)]
-    return _Program(
-        inputs,
-        _put_together(first, iter(tensors), iter(())),
-        lambda: _copy([tensor for _, tensor in _named(call())], tensors),
-    )
+    results = call()
+    tensors = [one.clone() for one in _tensors(results)]
+    results = _put_together(results, iter(tensors), iter(()))
+    return _Program(inputs, results, lambda: _copy(_tensors(call()), tensors))
 
 
 def _captured(inputs: list[Tensor], call: Callable[[], Any], alive: tuple[Any, ...], side: Any) -> _Program:
@@ -266,18 +269,6 @@ def _captured(inputs: list[Tensor], call: Callable[[], Any], alive: tuple[Any, .
     return _Program(inputs, results, replay)
 
 
-def _named(value: Any, name: str = "results") -> Iterator[tuple[str, Tensor]]:
-    """The tensors in a record, with their names."""
-    if isinstance(value, Tensor):
-        yield name, value
-    elif isinstance(value, (tuple, list)):
-        for one in value:
-            yield from _named(one, name)
-    elif (names := _fields_of(value.__class__)) is not None:
-        for own in names:
-            yield from _named(getattr(value, own), own)
-
-
 def _is_close(found: Tensor, wanted: Tensor, dtype: torch.dtype) -> bool:
     """Whether two results are the same: whole numbers exactly, others up to what rounding explains in the type of the
     activations. A graph replays the same kernels, so bits are equal as a rule; but some kernels add in another order
@@ -286,6 +277,10 @@ def _is_close(found: Tensor, wanted: Tensor, dtype: torch.dtype) -> bool:
         return torch.equal(found, wanted)
     error = max(torch.finfo(dtype).eps, torch.finfo(wanted.dtype).eps) ** 0.5
     return torch.allclose(found, wanted, rtol=error, atol=error, equal_nan=True)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [one for _, one in _parts(value) if isinstance(one, Tensor)]
 
 
 def _copy(sources: Sequence[Tensor], places: Sequence[Tensor]) -> None:
