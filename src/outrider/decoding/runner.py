@@ -132,19 +132,10 @@ class Runner:
                 if target.has_states:
                     target.advance(cache, torch.where(rows.lengths < rows.limits, rows.lengths - 1, 0))
                 allowed = None if rows.masks is None else rows.masks.along(draft)
-                result = execution.run(
-                    VerifyStep(self._rule, view_len, self._drafter.features),
-                    target,
-                    cache=cache,
-                    last_ids=rows.last_ids,
-                    lengths=rows.lengths,
-                    limits=rows.limits,
-                    draft=draft,
-                    settings=rows.settings,
-                    history=rows.history,
-                    allowed=allowed,
-                    noise=noise,
-                )
+                given: Any = {"last_ids": rows.last_ids, "lengths": rows.lengths, "limits": rows.limits, "cache": cache}
+                given |= {"settings": rows.settings, "history": rows.history, "allowed": allowed, "noise": noise}
+                step = VerifyStep(self._rule, view_len, self._drafter.features)
+                result = execution.run(step, target, draft=draft, **given)
                 verified = self.clock.mark()
 
             batch.commit(rows, result)

@@ -54,7 +54,6 @@ class DraftStep(ABC):
         self,
         lm: LM,
         *,
-        last_ids: Tensor,
         num_wanted: Tensor,
         settings: Settings,
         history: History,
@@ -64,21 +63,16 @@ class DraftStep(ABC):
     ) -> Draft:
         """
         Args:
-            last_ids: [B, 2]
             num_wanted: the most tokens to draft. [B]
             masks: effects of constraints. The host reads each token to mask the next one.
             own: for ``logits``.
         """
-        forwards = self.logits(lm, num_wanted, **own)
+        forwards, num_drafted, allowed = self.logits(lm, num_wanted, **own), num_wanted, None
         if self.options.is_greedy:
             settings = settings.greedy()
-        ids, num_drafted, allowed = last_ids[:, 1], num_wanted, None
         drawn: list[tuple[Tensor, ...]] = []
+        logits = next(forwards)
         for i in range(self.k):
-            if i == 0:
-                logits = next(forwards)
-            else:
-                history, logits = history.then(ids), forwards.send((ids, num_drafted))
             token_ids = lm.token_ids
             if masks is not None:
                 allowed = masks.here()
@@ -96,13 +90,15 @@ class DraftStep(ABC):
             if self.stops_early and not bool((num_drafted > i + 1).any()):
                 drawn = drawn[: max(1, int(num_drafted.amax()))]
                 break
+            if i + 1 < self.k:
+                history, logits = history.then(ids), forwards.send((ids, num_drafted))
         drafted, is_good, probs = (torch.stack(parts, dim=1) for parts in zip(*drawn, strict=True))
         return Draft(drafted, None if self.options.is_greedy else probs, num_drafted, is_good)
 
     def draft(self, lm: LM, rows: Rows, num_wanted: Tensor, noise: Any, **own: Any) -> Draft:
         """Draft for these rows; with constraints, eagerly."""
-        own |= {"last_ids": rows.last_ids, "lengths": rows.lengths, "num_wanted": num_wanted}
-        own |= {"settings": rows.settings, "history": rows.history, "noise": noise}
+        own |= {"lengths": rows.lengths, "num_wanted": num_wanted, "noise": noise}
+        own |= {"settings": rows.settings, "history": rows.history}
         return lm.execution.run(self, lm, **own) if rows.masks is None else self(lm, masks=rows.masks, **own)
 
 

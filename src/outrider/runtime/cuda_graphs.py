@@ -225,12 +225,14 @@ def _put_together(value: Any, tensors: Iterator[Tensor], stores: Iterator[Tensor
     return value
 
 
+@dataclass(slots=True)
 class _Program:
     """A step that is ready to run, on static buffers: ``replay`` runs it on ``inputs``, to ``results``."""
 
-    def __init__(self, inputs: list[Tensor], results: Any, replay: Callable[[], None]) -> None:
-        self.inputs, self.results, self.replay = inputs, results, replay
-        self.num_compared = 0
+    inputs: list[Tensor]
+    results: Any
+    replay: Callable[[], None]
+    num_compared: int = 0
 
     def run(self, tensors: Sequence[Tensor]) -> Any:
         """Run the step on other tensors of the same shapes (see ``Call``)."""
