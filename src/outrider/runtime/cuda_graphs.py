@@ -244,9 +244,7 @@ class _Program:
 def _called(inputs: list[Tensor], call: Callable[[], Any]) -> _Program:
     """A step on a device without graphs."""
     results = call()
-    tensors = [one.clone() for one in _tensors(results)]
-    results = _put_together(results, iter(tensors), iter(()))
-    return _Program(inputs, results, lambda: _copy(_tensors(call()), tensors))
+    return _Program(inputs, results, lambda: _copy(_tensors(call()), _tensors(results)))
 
 
 def _captured(inputs: list[Tensor], call: Callable[[], Any], alive: tuple[Any, ...], side: Any) -> _Program:
