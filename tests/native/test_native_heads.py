@@ -102,10 +102,10 @@ def _block_results(head: LM, context: Tensor, lengths: list[int]) -> tuple[Tenso
     places = torch.arange(context.shape[1]).expand(len(lengths), -1)
     counts = torch.tensor(lengths)
     session._keep(session._cache, context, torch.where(places < counts[:, None] - 1, places, -1))
-    last_ids = torch.arange(5, 5 + len(lengths))[:, None].expand(-1, 2)
+    last_id = torch.arange(5, 5 + len(lengths))
     num_drafted = torch.tensor([2, 0, 3])[: len(lengths)]
     k = head.model.most_drafted
-    logits, outputs = feed_blocks(head, 64, k, session._cache, last_ids, counts, num_drafted)
+    logits, outputs = feed_blocks(head, 64, k, session._cache, last_id, counts, num_drafted)
     return logits[num_drafted > 0], outputs[num_drafted > 0]
 
 

@@ -15,10 +15,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from outrider.decoding.verify import verify_step
+from outrider.decoding.verify import VerifyStep
 from outrider.drafters.base import Drafter, Rows, altered_drafter
 from outrider.records import Draft, Verdict
-from outrider.runtime.execution import Execution, Step
+from outrider.runtime.execution import Execution
 from outrider.runtime.lm import LM
 from outrider.sampling.noise import RoundUniforms, round_uniforms
 from outrider.sampling.probs import Probs, draw, full
@@ -117,14 +117,14 @@ class OffByOneRollback:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
-    def run(self, step: Step, lm: Any, static: tuple[Any, ...], arguments: tuple[Any, ...]) -> tuple[Tensor, ...]:
-        if step is not verify_step:  # the states are advanced
-            return self.inner.run(step, lm, static, arguments)
-        cache, _, lengths, *_ = arguments
+    def run(self, step: Callable[..., Any], lm: Any, **arguments: Any) -> Any:
+        if not isinstance(step, VerifyStep):  # the states are advanced
+            return self.inner.run(step, lm, **arguments)
+        cache, lengths = arguments["cache"], arguments["lengths"]
         rows, last = torch.arange(len(lengths), device=lengths.device), lengths - 1
         kept = [(store, (rows.to(store.device), at.to(store.device))) for store, at in cache.kept_of(last)]
         stale = [store[place] for store, place in kept]  # rejected
-        results = self.inner.run(step, lm, static, arguments)
+        results = self.inner.run(step, lm, **arguments)
         for (store, place), old in zip(kept, stale, strict=True):
             was_written = (old != 0).flatten(1).any(dim=1).view(-1, *[1] * (old.ndim - 1))
             store[place] = torch.where(was_written, old, store[place])

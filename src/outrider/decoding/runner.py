@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from outrider.decoding.batch import Batch, Row, SlotRows
 from outrider.decoding.readback import StartedRound, copies_for_host
-from outrider.decoding.verify import VerifyResult, verify_step
+from outrider.decoding.verify import VerifyStep
 from outrider.drafters.base import CommittedTokens, Drafter, Prefill, pad
 from outrider.runtime.execution import Clock
 from outrider.runtime.lm import LM, PREFILL_TOKENS
@@ -63,7 +62,6 @@ class Runner:
         self.session = drafter.open(num_slots, capacity, target.device, max_k)
         self.clock = Clock(target.device)
         self._noise = NoiseAhead(rule.make_noise, max_k, target.vocab_size)
-        self._verify = partial(target.run, verify_step)
         self._copies_reports = not self.reads_rounds and target.execution.lookahead > 0
         self._prefills: list[tuple[Any, Any]] = []
 
@@ -140,10 +138,10 @@ class Runner:
                 if target.has_states:
                     target.advance(cache, torch.where(rows.lengths < rows.limits, rows.lengths - 1, 0))
                 allowed = None if rows.masks is None else rows.masks.along(draft)
-                static = self._rule, view_len, self._drafter.features
-                own = rows.last_ids, rows.lengths, rows.limits
-                given = cache, *own, draft, rows.settings, rows.history, allowed, noise
-                result = VerifyResult(*self._verify(static, *given))
+                given: Any = {"last_ids": rows.last_ids, "lengths": rows.lengths, "limits": rows.limits, "cache": cache}
+                given |= {"settings": rows.settings, "history": rows.history, "allowed": allowed, "noise": noise}
+                step = VerifyStep(self._rule, view_len, self._drafter.features)
+                result = execution.run(step, target, draft=draft, **given)
                 verified = self.clock.mark()
 
             batch.commit(rows, result)

@@ -5,8 +5,8 @@ Source: Leviathan et al. 2211.17192, algorithm 1; Chen et al. 2302.01318, algori
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +20,8 @@ from outrider.sampling.probs import Settings, rows_of
 from outrider.sampling.rules import Rule
 
 
-class VerifyResult(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class VerifyResult:
     """The results of a verify step.
 
     Attributes:
@@ -43,24 +44,11 @@ class VerifyResult(NamedTuple):
     last_ids: Tensor
     report: Tensor
     drafted_probs: Tensor
-    features: Tensor | None = None
+    features: Tensor | None
 
 
-def verify_step(
-    lm: LM,
-    rule: Rule,
-    view_len: int,
-    features: tuple[int, ...],
-    cache: SlotCache,
-    last_ids: Tensor,
-    lengths: Tensor,
-    limits: Tensor,
-    draft: Draft,
-    settings: Settings,
-    history: History,
-    allowed: Masked,
-    noise: Any,
-) -> tuple[Tensor, ...]:
+@dataclass(frozen=True, slots=True)
+class VerifyStep:
     """Feed each row's last token and its drafted tokens, and verify them. A row at its limit stays unchanged; inactive
     slots have limit 0.
 
@@ -68,39 +56,67 @@ def verify_step(
     tokens before it alone, like any length of a draft, so the output distribution stays the target's. Only the position
     from which the next token is drawn can end a row, as in plain decoding.
 
-    Args:
-        last_ids: see ``Rows``. [B, 2]
-        allowed: see ``Masks.along``. [B, K+1, V]
-
-    Returns:
-        The fields of a ``VerifyResult``, the features only if asked for.
+    Attributes:
+        view_len: above every position that is fed.
+        features: see ``Drafter``.
     """
-    offsets = torch.arange(draft.ids.shape[1] + 1, device=lengths.device)
-    is_active = lengths < limits
-    num_drafted = draft.num_drafted
-    if draft.is_finite is not None:
-        num_drafted = torch.minimum(num_drafted, _first(~draft.is_finite))
-    is_fed = (offsets <= num_drafted[:, None]) & is_active[:, None]
-    known = torch.cat((last_ids, draft.ids), dim=1)  # [B, K+2]
-    ids = known[:, 1:]
-    places = lengths[:, None] + offsets  # of the tokens after the fed ones
-    positions = torch.where(is_fed, places - 1, -1)
-    logits, found = lm.forward_with_features(ids, positions, cache, view_len, features, keeps_finite=True)
-    probs, is_finite = rows_of(logits, settings, history.along(draft.ids), allowed)  # [B, K+1, V], [B, K+1]
-    is_bad = is_fed & ~is_finite
-    num_verified = torch.minimum(num_drafted, _first(is_bad))
-    verdict = rule.verify(probs, replace(draft, num_drafted=num_verified), noise)
-    if cache.has_states:
-        cache.settle(lengths + verdict.num_accepted)
-    num_accepted, next_ids = verdict.num_accepted, verdict.next_ids[:, None]
-    committed = torch.where(offsets < num_accepted[:, None], torch.cat((draft.ids, next_ids), dim=1), next_ids)
-    is_bad_end = is_bad.gather(1, num_accepted[:, None]).squeeze(1)
-    numbers = num_accepted, num_verified, is_bad_end.long(), (is_active & (num_drafted < draft.num_drafted)).long()
-    report = torch.cat((committed, torch.stack(numbers, dim=1)), dim=1)
-    lengths = lengths + torch.where(is_active, num_accepted + 1, 0)
-    last_ids = torch.cat((known.gather(1, num_accepted[:, None] + 1), next_ids), dim=1)
-    results = logits, committed, places, lengths, last_ids, report, verdict.drafted_probs
-    return results if found is None else (*results, found)
+
+    rule: Rule
+    view_len: int
+    features: tuple[int, ...]
+
+    def __call__(
+        self,
+        lm: LM,
+        *,
+        cache: SlotCache,
+        last_ids: Tensor,
+        lengths: Tensor,
+        limits: Tensor,
+        draft: Draft,
+        settings: Settings,
+        history: History,
+        allowed: Masked,
+        noise: Any,
+    ) -> VerifyResult:
+        """
+        Args:
+            last_ids: see ``Rows``. [B, 2]
+            allowed: see ``Masks.along``. [B, K+1, V]
+        """
+        offsets = torch.arange(draft.ids.shape[1] + 1, device=lengths.device)
+        is_active = lengths < limits
+        num_drafted = draft.num_drafted
+        if draft.is_finite is not None:
+            num_drafted = torch.minimum(num_drafted, _first(~draft.is_finite))
+        is_fed = (offsets <= num_drafted[:, None]) & is_active[:, None]
+        known = torch.cat((last_ids, draft.ids), dim=1)  # [B, K+2]
+        ids = known[:, 1:]
+        places = lengths[:, None] + offsets  # of the tokens after the fed ones
+        positions = torch.where(is_fed, places - 1, -1)
+        logits, features = lm.forward_with_features(
+            ids, positions, cache, self.view_len, self.features, keeps_finite=True
+        )
+        probs, is_finite = rows_of(logits, settings, history.along(draft.ids), allowed)  # [B, K+1, V], [B, K+1]
+        is_bad = is_fed & ~is_finite
+        num_verified = torch.minimum(num_drafted, _first(is_bad))
+        verdict = self.rule.verify(probs, replace(draft, num_drafted=num_verified), noise)
+        num_accepted, next_ids = verdict.num_accepted, verdict.next_ids[:, None]
+        if cache.has_states:
+            cache.settle(lengths + num_accepted)
+        committed = torch.where(offsets < num_accepted[:, None], torch.cat((draft.ids, next_ids), dim=1), next_ids)
+        is_bad_end = is_bad.gather(1, num_accepted[:, None]).squeeze(1)
+        numbers = num_accepted, num_verified, is_bad_end.long(), (is_active & (num_drafted < draft.num_drafted)).long()
+        return VerifyResult(
+            logits=logits,
+            committed=committed,
+            places=places,
+            lengths=lengths + torch.where(is_active, num_accepted + 1, 0),
+            last_ids=torch.cat((known.gather(1, num_accepted[:, None] + 1), next_ids), dim=1),
+            report=torch.cat((committed, torch.stack(numbers, dim=1)), dim=1),
+            drafted_probs=verdict.drafted_probs,
+            features=features,
+        )
 
 
 def _first(is_hit: Tensor) -> Tensor:

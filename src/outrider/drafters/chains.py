@@ -9,7 +9,7 @@ from torch import Tensor
 
 from outrider.drafters.base import CommittedTokens, Prefill, Rows, Session, empty_draft
 from outrider.drafters.draft_options import DraftOptions
-from outrider.drafters.drawing import LogitsAt, draw_draft, owed
+from outrider.drafters.drawing import DraftStep, Logits, owed
 from outrider.drafters.head_states import keep_states, of_tokens, stored_states
 from outrider.records import Draft
 from outrider.runtime.cache import SlotCache
@@ -38,26 +38,27 @@ def feed_entries(
     return of_tokens(head, results.logits), outputs
 
 
-def _one_by_one(run: Any, head: LM, k: int, view_len: int, num_wanted: Tensor, *own: Any) -> LogitsAt:
-    """A forward for each token. ``own``: the cache; the last tokens of the sequences [B, T]; how many entries are in
-    the cache, and are not fed again [B]; lengths [B]."""
-    cache, fed, cached, lengths = own
-    states = torch.empty(0)
+class _OneByOne(DraftStep):
+    """A forward for each token."""
 
-    def logits_at(i: int, ids: Tensor, num_drafted: Tensor) -> Tensor:
-        nonlocal states
-        if i == 0:
-            # A sequence has one entry fewer than tokens.
-            tokens, positions = fed, owed(num_wanted, fed.shape[1], cached, lengths - 1)
-            states = stored_states(cache, positions)
-        else:
-            tokens, positions = ids[:, None], torch.where(i < num_drafted, lengths - 2 + i, -1)[:, None]
-        logits, outputs = run(feed_entries, (view_len, 1), cache, tokens, states, positions)
-        states = outputs[:, -1:]
-        last: Tensor = logits[:, -1]
-        return last
+    __slots__ = ()
 
-    return logits_at
+    def logits(
+        self, head: LM, num_wanted: Tensor, cache: SlotCache, lengths: Tensor, cached: Tensor, fed: Tensor
+    ) -> Logits:
+        """
+        Args:
+            cached: how many entries are in the cache, and are not fed again. [B]
+            fed: the last tokens of the sequences. [B, T]
+        """
+        # A sequence has one entry fewer than tokens.
+        ids, positions = fed, owed(num_wanted, fed.shape[1], cached, lengths - 1)
+        states = stored_states(cache, positions)
+        for i in range(self.k):
+            logits, outputs = feed_entries(head, self.view_len, 1, cache, ids, states, positions)
+            drawn, num_drafted = yield logits[:, -1]
+            states = outputs[:, -1:]
+            ids, positions = drawn[:, None], torch.where(i + 1 < num_drafted, lengths - 1 + i, -1)[:, None]
 
 
 class ChainSession(Session):
@@ -148,9 +149,8 @@ class ChainSession(Session):
         width = self._width if head.execution.is_prepared else max(1, *late)
         columns = rows.lengths[:, None] - width + torch.arange(width, device=rows.ids.device)
         fed = rows.ids.gather(1, columns.clamp_min(0))
-        given = rows, k, rule, self._options, noise, num_wanted
-        static = (head.view_len(rows.longest + k, cache),)
-        draft = draw_draft(head, *given, _one_by_one, static, cache, fed, cached, rows.lengths)
+        step = _OneByOne(head.view_len(rows.longest + k, cache), k, rule, self._options)
+        draft = step.draft(head, rows, num_wanted, noise, cache=cache, cached=cached, fed=fed)
         cached.copy_(torch.where(num_wanted > 0, rows.lengths - 1, cached))
         self._num_late[:num_rows] = [
             0 if wanted else n for n, wanted in zip(self._num_late, rows.most_wanted, strict=False)

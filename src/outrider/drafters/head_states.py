@@ -13,7 +13,7 @@ from torch import Tensor
 
 from outrider.drafters.base import CommittedTokens, Prefill, Rows, Session, empty_draft
 from outrider.drafters.draft_options import DraftOptions
-from outrider.drafters.drawing import LogitsAt, draw_draft
+from outrider.drafters.drawing import DraftStep, Logits
 from outrider.records import Draft
 from outrider.runtime.cache import SlotCache
 from outrider.runtime.lm import LM
@@ -75,12 +75,12 @@ class StatesSession(Session):
 
 
 def feed_blocks(
-    head: LM, view_len: int, k: int, cache: SlotCache, last_ids: Tensor, lengths: Tensor, num_wanted: Tensor
+    head: LM, view_len: int, k: int, cache: SlotCache, last_id: Tensor, lengths: Tensor, num_wanted: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Feed the blocks.
 
     Args:
-        last_ids: [B, 2]
+        last_id: [B]
         lengths: [B]
         num_wanted: rows with 0 are not fed. [B]
 
@@ -89,8 +89,8 @@ def feed_blocks(
     """
     module = head.model
     size, first = module.block_size, module.num_before
-    last = last_ids[:, 1:]
-    ids = torch.cat((last, last.new_full((1, 1), module.mask_id).expand(len(last), size - 1)), dim=1)
+    masks = last_id.new_full((1, 1), module.mask_id).expand(len(last_id), size - 1)
+    ids = torch.cat((last_id[:, None], masks), dim=1)
     positions = lengths[:, None] - 1 + torch.arange(size, device=lengths.device)
     positions = torch.where((num_wanted > 0)[:, None], positions, -1)
     wanted = (len(module.layers) + 1,)
@@ -100,15 +100,16 @@ def feed_blocks(
         return module.logits(slots), slots
 
 
-def _at_once(run: Any, head: LM, k: int, view_len: int, num_wanted: Tensor, *own: Any) -> LogitsAt:
-    logits, slots = run(feed_blocks, (view_len, k), *own, num_wanted)
-    correct = head.model.candidate_selector
+class _InBlocks(DraftStep):
+    """A forward for all tokens."""
 
-    def logits_at(i: int, ids: Tensor, num_drafted: Tensor) -> Tensor:
-        here: Tensor = logits[:, i]
-        return here if correct is None else correct(here, slots[:, i], ids)
+    __slots__ = ()
 
-    return logits_at
+    def logits(self, head: LM, num_wanted: Tensor, cache: SlotCache, lengths: Tensor, last_id: Tensor) -> Logits:
+        logits, slots = feed_blocks(head, self.view_len, self.k, cache, last_id, lengths, num_wanted)
+        correct = head.model.candidate_selector
+        for i in range(self.k):
+            last_id, _ = yield logits[:, i] if correct is None else correct(logits[:, i], slots[:, i], last_id)
 
 
 class BlockSession(StatesSession):
@@ -132,38 +133,30 @@ class BlockSession(StatesSession):
         num_wanted = rows.num_wanted.clamp_max(k)
         # Beyond the context of the target, too: a block ends there.
         view_len = min(head.execution.round_length(rows.longest + self._module.block_size - 1), cache.capacity)
-        given = rows, k, rule, self._options, noise, num_wanted
-        return draw_draft(head, *given, _at_once, (view_len,), cache, rows.last_ids, rows.lengths)
+        step = _InBlocks(view_len, k, rule, self._options)
+        return step.draft(head, rows, num_wanted, noise, cache=cache, last_id=rows.last_ids[:, 1])
 
 
 # Token by token, with the target's own keys and values: Gemma 4's assistants
 
 
-def feed_shared(
-    head: LM, view_len: int, shared: SlotCache, ids: Tensor, states: Tensor, positions: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Feed single tokens. Results are those of ``feed_entries``."""
-    module = head.model
-    with head.lock:
-        outputs, states = module(ids, states, positions, shared, view_len)
-        logits = module.lm_head(outputs)
-    return of_tokens(head, logits), states
+class _InPlace(DraftStep):
+    """A forward for each token, all at the place of the last committed one. ``cache`` has the states, ``shared`` keys
+    and values of the target."""
 
+    __slots__ = ()
 
-def _in_place(run: Any, head: LM, k: int, view_len: int, num_wanted: Tensor, *own: Any) -> LogitsAt:
-    """A forward for each token, all at the place of the last committed one. ``own``: the cache of states; keys and
-    values of the target; lengths [B]."""
-    cache, shared, lengths = own
-    positions = torch.where(num_wanted > 0, lengths - 1, -1)[:, None]
-    states = stored_states(cache, positions - 1)
-
-    def logits_at(i: int, ids: Tensor, num_drafted: Tensor) -> Tensor:
-        nonlocal states
-        logits, states = run(feed_shared, (view_len,), shared, ids[:, None], states, positions)
-        last: Tensor = logits[:, -1]
-        return last
-
-    return logits_at
+    def logits(
+        self, head: LM, num_wanted: Tensor, cache: SlotCache, lengths: Tensor, last_id: Tensor, shared: SlotCache
+    ) -> Logits:
+        module = head.model
+        positions = torch.where(num_wanted > 0, lengths - 1, -1)[:, None]
+        states = stored_states(cache, positions - 1)
+        for _ in range(self.k):
+            with head.lock:
+                outputs, states = module(last_id[:, None], states, positions, shared, self.view_len)
+                logits = of_tokens(head, module.lm_head(outputs))
+            last_id, _ = yield logits[:, -1]
 
 
 class SharingSession(StatesSession):
@@ -178,5 +171,5 @@ class SharingSession(StatesSession):
         head, cache, shared = self._head, self._cache.first(len(rows)), rows.shared
         assert shared is not None
         num_wanted = torch.where(rows.lengths > 1, rows.num_wanted, 0)  # no state comes before a single token
-        given = rows, k, rule, self._options, noise, num_wanted
-        return draw_draft(head, *given, _in_place, (head.view_len(rows.longest, shared),), cache, shared, rows.lengths)
+        step = _InPlace(head.view_len(rows.longest, shared), k, rule, self._options)
+        return step.draft(head, rows, num_wanted, noise, cache=cache, last_id=rows.last_ids[:, 1], shared=shared)

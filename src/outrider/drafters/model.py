@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from outrider.drafters.base import Drafter, Prefill, Rows, Session, empty_draft
 from outrider.drafters.draft_options import NO_OPTIONS, DraftOptions
-from outrider.drafters.drawing import LogitsAt, draw_draft, owed
+from outrider.drafters.drawing import DraftStep, Logits, owed
 from outrider.errors import OptionError, UnsupportedModel
 from outrider.records import Draft
 from outrider.runtime.cache import SlotCache
@@ -32,7 +32,7 @@ def model_drafter(lm: LM, options: DraftOptions = NO_OPTIONS, mask_id: int | Non
 
     Args:
         options: greedy, a least probability, a window.
-        mask_id: the mask token of a model that drafts all tokens in one forward (PARD, see ``_at_once``); None for the
+        mask_id: the mask token of a model that drafts all tokens in one forward (PARD, see ``AtOnce``); None for the
             token that its configuration states. The usual models state none and draft one token after the other.
     """
     options.check_taken(lm.name, "is_greedy", "min_prob", "window")
@@ -83,50 +83,59 @@ def mask_token_of(lm: LM) -> int | None:
 
 def _feed(
     lm: LM, view_len: int, num_logits: int, cache: SlotCache, ids: Tensor, positions: Tensor, num_committed: Tensor
-) -> tuple[Tensor]:
+) -> Tensor:
     """Logits after the last columns [B, N, D]. States are kept up to ``num_committed`` tokens [B]."""
     logits = lm.forward(ids, positions, cache, view_len, num_logits=num_logits, keeps_finite=True, spreads=False)
     cache.settle(num_committed)
-    return (logits,)
+    return logits
 
 
-def _one_by_one(run: Any, lm: LM, k: int, view_len: int, num_wanted: Tensor, *own: Any) -> LogitsAt:
-    """Run a forward for each token. ``own``: the cache; the first tokens to feed, up to the last committed token
-    [B, T]; how many tokens are in the cache, and are not fed again [B]; lengths [B]."""
-    cache, fed, cached, lengths = own
-    states, num_known = cache, cache.bound + fed.shape[1]
+class OneByOne(DraftStep):
+    """A forward for each token."""
 
-    def logits_at(i: int, ids: Tensor, num_drafted: Tensor) -> Tensor:
-        nonlocal states
-        if i == 0:
-            tokens, positions = fed, owed(num_wanted, fed.shape[1], cached, lengths)
-        else:
-            tokens, positions = ids[:, None], torch.where(i < num_drafted, lengths - 1 + i, -1)[:, None]
-        if cache.is_recurrent and i > 0:  # the first tokens are committed; drafts leave their states
-            states = cache.scratch() if i == 1 else states
-            states.bound = num_known + i - 1
-        (logits,) = run(_feed, (view_len, 1), states, tokens, positions, lengths + i)
-        last: Tensor = logits[:, -1]
-        return last
+    __slots__ = ()
 
-    return logits_at
+    def logits(
+        self, lm: LM, num_wanted: Tensor, cache: SlotCache, lengths: Tensor, cached: Tensor, fed: Tensor
+    ) -> Logits:
+        """
+        Args:
+            cached: how many tokens are in the cache, and are not fed again. [B]
+            fed: the first tokens to feed, up to the last committed token. [B, T]
+        """
+        states, num_known = cache, cache.bound + fed.shape[1]
+        ids, positions = fed, owed(num_wanted, fed.shape[1], cached, lengths)
+        for i in range(self.k):
+            if cache.is_recurrent and i > 0:  # the first tokens are committed; drafts leave their states
+                states = cache.scratch() if i == 1 else states
+                states.bound = num_known + i - 1
+            drawn, num_drafted = yield _feed(lm, self.view_len, 1, states, ids, positions, lengths + i)[:, -1]
+            ids, positions = drawn[:, None], torch.where(i + 1 < num_drafted, lengths + i, -1)[:, None]
 
 
-def _at_once(run: Any, lm: LM, k: int, view_len: int, mask_id: int, num_wanted: Tensor, *own: Any) -> LogitsAt:
+@dataclass(frozen=True, slots=True)
+class AtOnce(DraftStep):
     """PARD: an ordinary causal model that was trained to fill in mask tokens. After the committed tokens it is fed K-1
     of them, and the logits at the last K positions are those of the K drafted tokens. So the logits at an offset do not
     depend on the tokens drafted before it. The mask tokens' entries in the cache lie beyond the sequence and are never
-    counted as cached. Arguments: see ``_one_by_one``.
+    counted as cached.
 
     Source: An et al. 2504.18583.
     """
-    cache, fed, cached, lengths = own
-    offsets = torch.arange(1, k, device=lengths.device)
-    beyond = torch.where(offsets < num_wanted[:, None], lengths[:, None] - 1 + offsets, -1)
-    ids = torch.cat((fed, fed.new_full((len(fed), k - 1), mask_id)), dim=1)
-    positions = torch.cat((owed(num_wanted, fed.shape[1], cached, lengths), beyond), dim=1)
-    (logits,) = run(_feed, (view_len, k), cache, ids, positions, lengths)
-    return lambda i, ids, num_drafted: logits[:, i]
+
+    mask_id: int = field(kw_only=True)
+
+    def logits(
+        self, lm: LM, num_wanted: Tensor, cache: SlotCache, lengths: Tensor, cached: Tensor, fed: Tensor
+    ) -> Logits:
+        """For the arguments see ``OneByOne``."""
+        offsets = torch.arange(1, self.k, device=lengths.device)
+        beyond = torch.where(offsets < num_wanted[:, None], lengths[:, None] - 1 + offsets, -1)
+        ids = torch.cat((fed, fed.new_full((len(fed), self.k - 1), self.mask_id)), dim=1)
+        positions = torch.cat((owed(num_wanted, fed.shape[1], cached, lengths), beyond), dim=1)
+        logits = _feed(lm, self.view_len, self.k, cache, ids, positions, lengths)
+        for i in range(self.k):
+            yield logits[:, i]
 
 
 class ModelSession(Session):
@@ -232,11 +241,9 @@ class ModelSession(Session):
         known = torch.minimum(cached, rows.lengths - 1)
         if lm.has_states:
             lm.advance(cache, torch.where(rows.num_wanted > 0, known, 0))
-        view_len = lm.view_len(rows.longest + k - 1, cache)
-        source: Any = (_one_by_one, (view_len,)) if self._mask_id is None else (_at_once, (view_len, self._mask_id))
-        given = rows, k, rule, self._options, noise, rows.num_wanted
-        own = cache, fed, cached, rows.lengths
-        draft = draw_draft(lm, *given, *source, *own, stops_early=self._stops_early)
+        given = lm.view_len(rows.longest + k - 1, cache), k, rule, self._options, self._stops_early
+        step = OneByOne(*given) if self._mask_id is None else AtOnce(*given, mask_id=self._mask_id)
+        draft = step.draft(lm, rows, rows.num_wanted, noise, cache=cache, cached=cached, fed=fed)
         # Drafted tokens are fed but for the last one, which is if the next was cut; mask tokens are none.
         num_fed = 0 if self._mask_id is not None else torch.minimum(draft.num_drafted, rows.num_wanted - 1)
         cached.copy_(torch.where(rows.num_wanted > 0, rows.lengths + num_fed, known))

@@ -26,7 +26,7 @@ def choose_execution(lm: LM, name: str = "auto") -> LM:
 
     Args:
         name: one of EXECUTIONS (registry.py); "auto" is "native" on the CPU for models that the native engine knows,
-            "captured" on a CUDA device, where steps that cannot be captured run eagerly, and else "eager".
+            "captured" on a CUDA device, until a captured step fails or differs, and else "eager".
 
     Raises:
         OptionError: the model or its device has not got the execution.
@@ -72,7 +72,7 @@ def capture(lm: LM, *, is_required: bool = False) -> LM:
     """This model in CUDA graphs.
 
     Args:
-        is_required: a step that cannot be captured is an error; else it runs eagerly.
+        is_required: see ``CapturedExecution``.
     """
     if isinstance(lm.backend, TransformersForward):
         lm.backend.mixers  # noqa: B018 - found now, or that forward would be captured with a step

@@ -58,7 +58,7 @@ class Placement:
         tensor_parallel: number of processes that share each layer (``torchrun``).
         allow_pickle: read weights from a pickled file (pytorch_model.bin) where there are no others.
         execution: how forwards run: "auto", "eager" (any model), "native" (known families on the CPU) or "captured"
-            (CUDA graphs). "auto" is the last of these on a CUDA device, where steps that are not captured run eagerly.
+            (CUDA graphs). "auto" is the last of these on a CUDA device, until a captured step fails or differs.
     """
 
     device: str = "auto"

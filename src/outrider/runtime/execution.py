@@ -1,8 +1,9 @@
 """Executions: ways to run the same functions of tensors.
 
-A *step* is a pure function (lm, *static, *arguments) -> tensors, with hashable static values and tensors in the
-arguments: a forward with sampling, or with verification. ``EagerExecution`` calls it. ``CapturedExecution`` captures it
-first, once for each static value and shape (cuda_graphs.py).
+A *step* is a frozen record of what is fixed, K or the rule, and is called with a model and with what changes from round
+to round, tensors and caches: a forward with sampling, or with verification. Its result is a tensor, or a record of
+tensors. ``EagerExecution`` calls it. ``CapturedExecution`` captures it first, once for each step and each form of the
+arguments (cuda_graphs.py).
 
 An execution also rounds up lengths and batch sizes, so that few shapes occur.
 
@@ -14,16 +15,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
 
 from outrider.runtime.cache import SlotCache
 from outrider.runtime.cache_shapes import LayerShape
 from outrider.runtime.shape_buckets import eager_length
 
-Step = Callable[..., tuple[Tensor, ...]]
+R = TypeVar("R")
 
 
 class Execution:
@@ -53,10 +53,10 @@ class Execution:
         """Lock held from running a step until its results are used, so that threads do not overwrite them."""
         return nullcontext()
 
-    def run(self, step: Step, lm: Any, static: tuple[Any, ...], arguments: tuple[Any, ...]) -> tuple[Tensor, ...]:
-        """Run ``step(lm, *static, *arguments)``. The results are valid until the next run. Raises ExecutionError: this
-        model or machine does not allow it."""
-        return step(lm, *static, *arguments)
+    def run(self, step: Callable[..., R], lm: Any, **arguments: Any) -> R:
+        """Run ``step(lm, **arguments)``. The result is valid until the next run. Raises ExecutionError: this model or
+        machine does not allow it."""
+        return step(lm, **arguments)
 
 
 class EagerExecution(Execution):

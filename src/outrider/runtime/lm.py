@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import copy
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -22,7 +23,7 @@ from torch.nn import functional
 from outrider.errors import OptionError
 from outrider.runtime.cache import STRIDE, SlotCache
 from outrider.runtime.cache_shapes import WINDOW, LayerShape
-from outrider.runtime.execution import EagerExecution, Execution, Step
+from outrider.runtime.execution import EagerExecution, Execution
 from outrider.runtime.forward import Forward
 from outrider.runtime.transformers_forward import take_columns
 from outrider.runtime.vocabulary import UNKNOWN, spread
@@ -203,10 +204,6 @@ class LM:
         since a model may hold tables of that length."""
         return min(self.execution.round_length(length), cache.capacity, self.context_len)
 
-    def run(self, step: Step, static: tuple[Any, ...], *arguments: Any) -> tuple[Tensor, ...]:
-        """Run ``step(self, *static, *arguments)`` with this model's execution (see there)."""
-        return self.execution.run(step, self, static, arguments)
-
     def forward(
         self,
         ids: Tensor,
@@ -346,7 +343,7 @@ class LM:
             tokens = ids.gather(1, positions.clamp_max(ids.shape[1] - 1))
             positions = torch.where(positions < ends[:, None], positions, -1)
             cache.remember(tokens.to(self.device), positions.to(self.device))
-            parts = self._catch_up(cache, ends, most, lambda step, static, *rest: step(self, *static, *rest), features)
+            parts = self._catch_up(cache, ends, most, EagerExecution(), features)
             return _by_position(parts, starts, num_columns) if features else None
         found = None
         for offset in range(0, num_columns, most):
@@ -366,14 +363,14 @@ class LM:
         """Before a round of a model with states: advance the states of rows that are STRIDE or more tokens behind the
         committed tokens that the cache has stored [B]; 0 leaves a row as it is. Synchronizes host and device."""
         most = STRIDE if self.execution.is_prepared else PREFILL_TOKENS // len(lengths)
-        self._catch_up(cache, lengths, most, self.run)
+        self._catch_up(cache, lengths, most, self.execution)
 
     def _catch_up(
         self,
         cache: SlotCache,
         lengths: Tensor,
         most: int,
-        run: Callable[..., tuple[Tensor, ...]],
+        execution: Execution,
         features: Sequence[int] = (),
     ) -> list[tuple[Tensor, ...]]:
         """Run forwards from the anchors over multiples of STRIDE, at most as wide as ``most`` or STRIDE, and keep their
@@ -389,16 +386,14 @@ class LM:
             # As many as the nearest of these rows can keep, so that none is padded.
             width = max(1, min(most, min(num for _, num in late)) // STRIDE) * STRIDE
             view_len = self.view_len(max(at for at, _ in late) + width, cache)
-            found.append(run(_advance_step, (width, view_len, tuple(features), True), cache, lengths))
+            step = AdvanceStep(width, view_len, tuple(features), is_kept=True)
+            found.append(execution.run(step, self, cache=cache, lengths=lengths))
         furthest = max(num for _, num in behind)
         cache.bound = STRIDE - 1 if furthest > 0 else 0  # few distinct values
         if features and furthest > 0:
             view_len = self.view_len(max(at for at, _ in behind) + furthest, cache)
-            found.append(
-                run(
-                    _advance_step, (max(furthest, self.least_columns), view_len, tuple(features), False), cache, lengths
-                )
-            )
+            step = AdvanceStep(max(furthest, self.least_columns), view_len, tuple(features), is_kept=False)
+            found.append(execution.run(step, self, cache=cache, lengths=lengths))
         return found
 
 
@@ -413,21 +408,27 @@ def _fingerprint(lm: LM) -> int:
     return zlib.crc32(repr((torch.__version__, whole)).encode())
 
 
-def _advance_step(
-    lm: LM, width: int, view_len: int, features: tuple[int, ...], is_kept: bool, cache: SlotCache, lengths: Tensor
-) -> tuple[Tensor, ...]:
+@dataclass(frozen=True, slots=True)
+class AdvanceStep:
     """Feed tokens from the anchors on; if ``is_kept``, only rows at least ``width`` tokens behind, whose states are
     kept. Returns the positions of the tokens fed, -1 for padding [B, W], and any hidden states [B, W, F]."""
-    lasts = torch.minimum(cache.anchors + width, lengths) - 1
-    if is_kept:
-        lasts = torch.where(lengths - cache.anchors >= width, lasts, -1)
-    ids, positions = cache.from_anchors(lasts, width)
-    _, states = lm._feed(ids, positions, cache, view_len, features)
-    if is_kept:
-        cache.settle(lengths)
-    if not features:
-        return (positions,)
-    return positions, torch.cat([state.to(ids.device) for state in states], dim=-1)
+
+    width: int
+    view_len: int
+    features: tuple[int, ...]
+    is_kept: bool
+
+    def __call__(self, lm: LM, cache: SlotCache, lengths: Tensor) -> tuple[Tensor, ...]:
+        lasts = torch.minimum(cache.anchors + self.width, lengths) - 1
+        if self.is_kept:
+            lasts = torch.where(lengths - cache.anchors >= self.width, lasts, -1)
+        ids, positions = cache.from_anchors(lasts, self.width)
+        _, states = lm._feed(ids, positions, cache, self.view_len, self.features)
+        if self.is_kept:
+            cache.settle(lengths)
+        if not self.features:
+            return (positions,)
+        return positions, torch.cat([state.to(ids.device) for state in states], dim=-1)
 
 
 def _by_position(found: Sequence[tuple[Tensor, ...]], starts: Tensor, num_columns: int) -> Tensor | None:
