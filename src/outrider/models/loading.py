@@ -123,7 +123,7 @@ def _load_planned(job: _Job, file: GgufFile | None) -> tuple[NativeForward, Back
             else:
                 num_digits, needs_blocks = quantize.num_digits_of(placed.quantization), placed.quantization != "none"
                 model, copies = planned_file(job.spec, file, num_digits, needs_blocks=needs_blocks)
-            return NativeForward(model), copies
+            return NativeForward(model, model.plan), copies
     except NotPlanned as reason:
         _LOG.info("%s is loaded by Transformers: %s", job.name, reason)
         return None

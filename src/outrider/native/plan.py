@@ -6,7 +6,7 @@ come from anywhere.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, Literal, TypeVar
 
@@ -236,10 +236,6 @@ class Plan:
     logit_cap: float | None = None
     joint: JointPlan | None = None  # the input of a head; None for a model
     sides: SidesPlan | None = None  # inputs of layers besides the stream, or None
-
-
-Families = Mapping[str, tuple[Callable[[Any], Plan], str]]
-"""By Transformers' model_type: the function that makes a plan of a configuration, and the fields that only it reads."""
 
 
 def parts(value: Any) -> Iterator[Any]:

@@ -17,17 +17,17 @@ from torch import Tensor
 from outrider.errors import ModelCorrupt, UnsupportedModel
 from outrider.kernels.narrow_weight import ExpertLayout
 from outrider.models.cpu_weights import StoredWeights, is_large
+from outrider.models.families.gemma import ASSISTANT
 from outrider.models.gguf.checkpoint import Source, gguf_file
-from outrider.models.gguf.families import FAMILIES, config_fields
-from outrider.models.gguf.family import place_of
 from outrider.models.gguf.file import GgufFile
-from outrider.models.gguf.gemmas import ASSISTANT
 from outrider.models.gguf.keys import Stated, decoder_fields
+from outrider.models.gguf.model import ARCHITECTURES, config_fields
+from outrider.models.gguf.tensors import place_of
 from outrider.models.heads.chains import LAYER_IDS, tell_of_others
 from outrider.models.registry import ModelSpec
 
 _OF_ASSISTANT = "nextn.pre_projection.weight"
-_LLAMA, _QWEN3 = FAMILIES["llama"], FAMILIES["qwen3"]
+(_, _LLAMA), (_, _QWEN3) = ARCHITECTURES["llama"], ARCHITECTURES["qwen3"]
 _ENDS = {"token_embd": "embed_tokens", "output_norm": "norm", "output": "lm_head", "fc": "fc"}
 _EAGLE3 = {**_LLAMA.tensors, **_ENDS, "attn_norm_2": "hidden_norm", "enc.output_norm": "input_norm"}
 _BLOCK = {
@@ -108,23 +108,23 @@ def gguf_mtp(file: GgufFile, name: str, config: Any, num_digits: int | None) -> 
         num_digits: see ``gguf_head``.
     """
     stated = Stated(file, name)
-    first, family = stated.num_layers, FAMILIES.get(stated.architecture)
-    if family is None:
+    if stated.architecture not in ARCHITECTURES:
         raise UnsupportedModel(f"{name}: MTP layers of the architecture {stated.architecture!r:.40} are not read")
+    first, (_, form) = stated.num_layers, ARCHITECTURES[stated.architecture]
     parts: dict[str, list[str]] = {}
     tell_of_others(name, stated.take("nextn_predict_layers", 0))
     for tensor in file.tensors:
         if place_of(tensor)[0] == str(first):
-            parts.setdefault(_name_of_mtp(tensor, family.tensors, name), []).append(tensor)
+            parts.setdefault(_name_of_mtp(tensor, form.tensors, name), []).append(tensor)
     if parts and "norm.weight" not in parts:
         parts["norm.weight"] = ["output_norm.weight"]
     sources = {}
     for parameter, tensors in parts.items():
         leaf = place_of(tensors[0])[1]
         module = leaf.rpartition(".")[0]
-        change = family.changes.get("attn_norm.weight" if parameter.endswith(_NORMS_OF_MTP) else leaf)
+        change = form.changes.get("attn_norm.weight" if parameter.endswith(_NORMS_OF_MTP) else leaf)
         stored = tuple(file.tensors[tensor] for tensor in sorted(tensors))  # a gate before "up"
-        sources[parameter] = Source(stored, family.order(module, config), family.columns(module, config), change)
+        sources[parameter] = Source(stored, form.order(module, config), form.columns(module, config), change)
     return _read(sources, num_digits)
 
 
@@ -182,7 +182,7 @@ def _assistant_fields(stated: Stated) -> dict[str, Any]:
     width = stated.take("embedding_length_out")
     stated.check_shape(_OF_ASSISTANT, stated.take("embedding_length"), 2 * width)
     layers = config_fields(stated, ASSISTANT)
-    return {"model_type": ASSISTANT.model_type, "text_config": layers, "backbone_hidden_size": width}
+    return {"model_type": "gemma4_assistant", "text_config": layers, "backbone_hidden_size": width}
 
 
 def _eagle3_fields(stated: Stated, fields: Mapping[str, Any], features: list[int]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""How a family of models is written in GGUF files: the record, and names that many families share.
+"""How models are written in GGUF files: the record, and names that many families share.
 
 Source: llama.cpp's gguf-py (names of tensors), and its converters in conversion/*.py, which tell what a file stores
 otherwise than Transformers does; the build of llama-cpp-python 0.3.36.
@@ -28,6 +28,7 @@ DECODER = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+WITHOUT_FFN_NORM = {name: module for name, module in DECODER.items() if name != "ffn_norm"}
 NORMS_OF_HEADS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
 SHARED_EXPERT = {
     "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
@@ -50,6 +51,7 @@ def _less_one(numbers: Tensor) -> Tensor:
 
 
 _NORMS = ("attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm", "attn_q_norm", "attn_k_norm", "output_norm")
+LAYER_NORM = "attention.layer_norm_epsilon"
 FROM_ONE = {f"{name}.weight": _less_one for name in _NORMS}
 
 
@@ -88,17 +90,15 @@ def place_of(tensor: str) -> tuple[str | None, str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
-    """How a family of models is written in GGUF files."""
+class GgufForm:
+    """How GGUF files of an architecture state a family."""
 
-    model_type: str  # Transformers' name of it
     fields: Callable[[Stated], dict[str, Any]]  # fields of the configuration that are more than sizes
-    # The field and the key of the epsilon of norms:
-    eps: tuple[str, str] = ("rms_norm_eps", "attention.layer_norm_rms_epsilon")
-    layers: str = "model.layers"  # prefix of a layer's parameters
     # The file's name of a layer's tensor -> the module:
     tensors: Mapping[str, str] = field(default_factory=lambda: DECODER)
     ends: Mapping[str, str] = field(default_factory=lambda: ENDS)  # names of tensors outside of layers -> the module
+    layers: str = "model.layers"  # prefix of a layer's parameters
+    epsilon: str = "attention.layer_norm_rms_epsilon"  # key of that of norms
     # Takes the name of a tensor and the configuration; returns the order of rows, or None for that of the parameter:
     order: Callable[[str, Any], Order | None] = lambda name, config: None
     columns: Callable[[str, Any], Order | None] = lambda name, config: None  # returns that of columns, likewise

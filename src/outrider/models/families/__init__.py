@@ -1,0 +1,1 @@
+"""Families of models: what their files state, and the plans that follow."""
