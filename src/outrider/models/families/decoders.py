@@ -15,7 +15,7 @@ from outrider.models.families import parts
 from outrider.models.families.family import Family, Fields, periodic
 from outrider.models.gguf import keys
 from outrider.models.gguf.keys import Stated
-from outrider.models.gguf.tensors import DECODER, LAYER_NORM, NORMS_OF_HEADS, GgufForm, pairs_to_halves
+from outrider.models.gguf.tensors import LAYER_NORM, GgufForm, pairs_to_halves
 from outrider.native.plan import MatrixPlan
 
 BIASES = "attention_bias mlp_bias"
@@ -258,7 +258,7 @@ DECODERS = {
         {"head_dim": 128},
         completed=switched_window,
         layer_types=_last_layers_with_windows,
-        gguf={"qwen3": GgufForm(qwen3_gguf, DECODER | NORMS_OF_HEADS)},
+        gguf={"qwen3": GgufForm(qwen3_gguf)},
     ),
     "smollm3": Family(
         parts.like_llama(
@@ -284,20 +284,7 @@ DECODERS = {
         layer_types=periodic("sliding_attention", 4, "sliding_window_pattern"),
     ),
     "olmo2": Family(
-        parts.like_llama(olmo_attention, norms_after),
-        BIASES,
-        NO_GROUPS,
-        gguf={
-            "olmo2": GgufForm(
-                _olmo2_gguf,
-                {
-                    **{name: module for name, module in DECODER.items() if not name.endswith("norm")},
-                    **NORMS_OF_HEADS,
-                    "post_attention_norm": "post_attention_layernorm",
-                    "post_ffw_norm": "post_feedforward_layernorm",
-                },
-            )
-        },
+        parts.like_llama(olmo_attention, norms_after), BIASES, NO_GROUPS, gguf={"olmo2": GgufForm(_olmo2_gguf)}
     ),
     "olmo3": Family(
         parts.like_llama(_olmo3_attention, norms_after, parts.ropes_of_kinds),
@@ -312,23 +299,13 @@ DECODERS = {
         "full_attn_mod interpolate_factor partial_rotary_factor",
         {**NO_GROUPS, **NO_WINDOW},
         completed=_phi3_rope,
-        gguf={"phi3": GgufForm(_phi3_gguf, DECODER | {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"})},
+        gguf={"phi3": GgufForm(_phi3_gguf)},
     ),
     "glm4": Family(
         parts.like_llama(glm4_attention, _glm4_layer, interleaved_rope),
         BIASES,
         {"attention_bias": True, "head_dim": 128, "partial_rotary_factor": 0.5},
-        gguf={
-            "glm4": GgufForm(
-                glm4_gguf,
-                {
-                    **DECODER,
-                    "post_attention_norm": "post_self_attn_layernorm",
-                    "post_ffw_norm": "post_mlp_layernorm",
-                    "ffn_up": "mlp.gate_up_proj",
-                },
-            )
-        },
+        gguf={"glm4": GgufForm(glm4_gguf)},
     ),
     "starcoder2": Family(
         parts.like_llama(
@@ -337,11 +314,7 @@ DECODERS = {
         "norm_type mlp_type",
         {**NO_WINDOW, "tie_word_embeddings": True, "hidden_act": "gelu_pytorch_tanh", "use_bias": True},
         epsilon="norm_epsilon",
-        gguf={
-            "starcoder2": GgufForm(
-                keys.whole_fields, DECODER | {"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"}, epsilon=LAYER_NORM
-            )
-        },
+        gguf={"starcoder2": GgufForm(keys.whole_fields, epsilon=LAYER_NORM)},
     ),
     "gpt2": Family(
         parts.like_llama(_gpt2_attention, _gpt2_layer, _gpt2_whole),
@@ -355,22 +328,7 @@ DECODERS = {
         gguf={
             "gpt2": GgufForm(
                 _gpt2_gguf,
-                {
-                    "attn_norm": "ln_1",
-                    "attn_qkv": "attn.c_attn",
-                    "attn_output": "attn.c_proj",
-                    "ffn_norm": "ln_2",
-                    "ffn_up": "mlp.c_fc",
-                    "ffn_down": "mlp.c_proj",
-                },
-                {
-                    "token_embd": "transformer.wte",
-                    "position_embd": "transformer.wpe",
-                    "output_norm": "transformer.ln_f",
-                    "output": "lm_head",
-                },
-                "transformer.h",
-                LAYER_NORM,
+                epsilon=LAYER_NORM,
                 changes=dict.fromkeys(
                     ("attn_qkv.weight", "attn_output.weight", "ffn_up.weight", "ffn_down.weight"), torch.t
                 ),

@@ -14,7 +14,7 @@ from outrider.models.families import parts
 from outrider.models.families.family import Family, Fields, periodic
 from outrider.models.gguf import keys
 from outrider.models.gguf.keys import Stated
-from outrider.models.gguf.tensors import DECODER, ENDS, FROM_ONE, NORMS_OF_HEADS, GgufForm
+from outrider.models.gguf.tensors import FROM_ONE, GgufForm
 from outrider.native.plan import AttentionPlan, LayerPlan, NormPlan, NotPlanned, Plan, SidesPlan
 
 _NORMS = {
@@ -267,50 +267,6 @@ def _gemma3n_gguf(stated: Stated) -> Fields:
     }
 
 
-_TENSORS = DECODER | {
-    "post_attention_norm": "post_attention_layernorm",
-    "ffn_norm": "pre_feedforward_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
-}
-_OF_PER_LAYER = {
-    "inp_gate": "per_layer_input_gate",
-    "proj": "per_layer_projection",
-    "post_norm": "post_per_layer_input_norm",
-}
-_TENSORS4 = {
-    **_TENSORS,
-    **NORMS_OF_HEADS,
-    "layer_output_scale.weight": "layer_scalar",
-    **_OF_PER_LAYER,
-    "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
-    "post_ffw_norm_1": "post_feedforward_layernorm_1",
-    "post_ffw_norm_2": "post_feedforward_layernorm_2",
-    "ffn_gate_inp": "router.proj",
-    "ffn_gate_inp.scale": "router.scale",
-    "ffn_gate_up_exps": "experts.gate_up_proj",
-    "ffn_gate_exps": "experts.gate_up_proj",
-    "ffn_up_exps": "experts.gate_up_proj",
-    "ffn_down_exps": "experts.down_proj",
-    "ffn_down_exps.scale": "router.per_expert_scale",
-}
-_PER_LAYER = {
-    "per_layer_token_embd": "model.embed_tokens_per_layer",
-    "per_layer_model_proj": "model.per_layer_model_projection",
-    "per_layer_proj_norm": "model.per_layer_projection_norm",
-}
-_TENSORS3N = {
-    **_TENSORS,
-    **NORMS_OF_HEADS,
-    **_OF_PER_LAYER,
-    "altup_correct_coef": "altup.correction_coefs",
-    "altup_correct_scale.weight": "altup.correct_output_scale",
-    "altup_predict_coef": "altup.prediction_coefs",
-    "altup_router": "altup.modality_router",
-    "altup_router_norm": "altup.router_norm",
-    "laurel_l": "laurel.linear_left",
-    "laurel_r": "laurel.linear_right",
-    "laurel_post_norm": "laurel.post_laurel_norm",
-}
 _ALTUP = {
     "altup_proj.weight": "model.altup_projections.{}.weight",
     "altup_unembd_proj.weight": "model.altup_unembed_projections.{}.weight",
@@ -332,7 +288,7 @@ GEMMAS = {
         _USUAL | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
         activation="hidden_activation",
         layer_types=periodic("sliding_attention", 2),
-        gguf={"gemma2": GgufForm(_gemma2_gguf, _TENSORS, changes=FROM_ONE)},
+        gguf={"gemma2": GgufForm(_gemma2_gguf, changes=FROM_ONE)},
     ),
     "gemma3_text": Family(
         parts.like_llama(*(_gemma3_attention, _gemma2_layer), lambda c: _gemma_whole(c) | parts.ropes_of_kinds(c)),
@@ -342,9 +298,9 @@ GEMMAS = {
         activation="hidden_activation",
         layer_types=periodic("sliding_attention", 6, "sliding_window_pattern"),
         has_two_ropes=True,
-        gguf={"gemma3": GgufForm(_gemma3_gguf, _TENSORS | NORMS_OF_HEADS, changes=FROM_ONE)},
+        gguf={"gemma3": GgufForm(_gemma3_gguf, changes=FROM_ONE)},
     ),
-    "gemma3n_text": Family(gguf={"gemma3n": GgufForm(_gemma3n_gguf, _TENSORS3N, ENDS | _PER_LAYER, stacks=_ALTUP)}),
+    "gemma3n_text": Family(gguf={"gemma3n": GgufForm(_gemma3n_gguf, stacks=_ALTUP)}),
     "gemma4_text": Family(
         _gemma4,
         "final_logit_softcapping vocab_size_per_layer_input hidden_size_per_layer_input attention_k_eq_v "
@@ -356,12 +312,8 @@ GEMMAS = {
         activation="hidden_activation",
         has_two_ropes=True,
         has_scaled_rope=True,
-        gguf={"gemma4": GgufForm(_gemma4_gguf, _TENSORS4, ENDS | _PER_LAYER)},
+        gguf={"gemma4": GgufForm(_gemma4_gguf)},
     ),
 }
-ASSISTANT = GgufForm(
-    _gemma4_assistant,
-    _TENSORS4,
-    ENDS | {"nextn.pre_projection": "pre_projection", "nextn.post_projection": "post_projection"},
-)
+ASSISTANT = GgufForm(_gemma4_assistant)
 """A head, no model: its configuration is that of its layers."""

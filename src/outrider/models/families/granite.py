@@ -12,7 +12,7 @@ from outrider.models.families import decoders, mamba, parts
 from outrider.models.families.family import Family, Fields
 from outrider.models.gguf import keys
 from outrider.models.gguf.keys import Stated
-from outrider.models.gguf.tensors import DECODER, GgufForm, pairs_to_halves
+from outrider.models.gguf.tensors import GgufForm, pairs_to_halves
 from outrider.native.plan import LayerPlan, Mixer, NotPlanned, Plan
 
 
@@ -93,15 +93,7 @@ def _gguf_of_hybrid(stated: Stated) -> Fields:
 
 
 _MULTIPLIERS = "embedding_multiplier attention_multiplier residual_multiplier logits_scaling"
-_EXPERTS = DECODER | {
-    "ffn_gate_inp": "block_sparse_moe.router",
-    "ffn_gate_exps": "block_sparse_moe.experts.gate_up_proj",
-    "ffn_up_exps": "block_sparse_moe.experts.gate_up_proj",
-    "ffn_down_exps": "block_sparse_moe.experts.down_proj",
-    "ffn_gate_shexp": "shared_mlp.input_linear",
-    "ffn_up_shexp": "shared_mlp.input_linear",
-    "ffn_down_shexp": "shared_mlp.output_linear",
-}
+
 
 GRANITES = {
     "granite": Family(
@@ -115,26 +107,13 @@ GRANITES = {
         f"{_MULTIPLIERS} attention_bias num_experts_per_tok num_local_experts num_experts",
         decoders.NO_GROUPS,
     ),
-    "granitemoeshared": Family(gguf={"granitemoe": GgufForm(_gguf_with_experts, _EXPERTS, order=pairs_to_halves)}),
+    "granitemoeshared": Family(gguf={"granitemoe": GgufForm(_gguf_with_experts, order=pairs_to_halves)}),
     "granitemoehybrid": Family(
         _hybrid,
         f"{_MULTIPLIERS} {mamba.OWN} attention_bias num_local_experts num_experts_per_tok shared_intermediate_size "
         "position_embedding_type",
         {**decoders.NO_GROUPS, **mamba.USUAL},
         {"layer_types": "layers_block_type"},
-        gguf={
-            "granitehybrid": GgufForm(
-                _gguf_of_hybrid,
-                {
-                    **_EXPERTS,
-                    **mamba.tensors_in("mamba"),
-                    "ffn_gate": "shared_mlp.input_linear",  # without experts
-                    "ffn_up": "shared_mlp.input_linear",
-                    "ffn_down": "shared_mlp.output_linear",
-                },
-                order=pairs_to_halves,
-                changes=mamba.CHANGES,
-            )
-        },
+        gguf={"granitehybrid": GgufForm(_gguf_of_hybrid, order=pairs_to_halves, changes=mamba.CHANGES)},
     ),
 }

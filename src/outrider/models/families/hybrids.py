@@ -13,18 +13,7 @@ from outrider.models.families import decoders, mamba, parts
 from outrider.models.families.family import Family, Fields, periodic
 from outrider.models.gguf import keys
 from outrider.models.gguf.keys import Stated
-from outrider.models.gguf.tensors import (
-    DECODER,
-    ENDS,
-    EXPERTS,
-    FROM_ONE,
-    LAYER_NORM,
-    NORMS_OF_HEADS,
-    SHARED_EXPERT,
-    WITHOUT_FFN_NORM,
-    GgufForm,
-    Order,
-)
+from outrider.models.gguf.tensors import FROM_ONE, LAYER_NORM, GgufForm, Order
 from outrider.native import plan
 
 # Qwen 3.5
@@ -108,20 +97,6 @@ def _value_heads(name: str, config: Any) -> Order | None:
     return Order(1, num_values // num_keys, num_keys, size, num_before)
 
 
-_QWEN35 = {
-    **WITHOUT_FFN_NORM,
-    **NORMS_OF_HEADS,
-    "post_attention_norm": "post_attention_layernorm",
-    "attn_qkv": "linear_attn.in_proj_qkv",
-    "attn_gate": "linear_attn.in_proj_z",
-    "ssm_alpha": "linear_attn.in_proj_a",
-    "ssm_beta": "linear_attn.in_proj_b",
-    "ssm_conv1d": "linear_attn.conv1d",
-    "ssm_dt.bias": "linear_attn.dt_bias",
-    "ssm_a": "linear_attn.A_log",
-    "ssm_norm": "linear_attn.norm",
-    "ssm_out": "linear_attn.out_proj",
-}
 _DELTA_NET: dict[str, Any] = {
     "order": _value_heads,
     "columns": lambda name, config: _value_heads("attn_gate", config) if name == "ssm_out" else None,
@@ -196,26 +171,7 @@ def _lfm2_moe_gguf(stated: Stated) -> Fields:
     return fields | {"num_dense_layers": stated.take("leading_dense_block_count", 0)}
 
 
-_LFM2: dict[str, str] = {
-    "attn_norm": "operator_norm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.out_proj",
-    "attn_q_norm": "self_attn.q_layernorm",
-    "attn_k_norm": "self_attn.k_layernorm",
-    "ffn_norm": "ffn_norm",
-    "ffn_gate": "feed_forward.w1",
-    "ffn_up": "feed_forward.w3",
-    "ffn_down": "feed_forward.w2",
-    "shortconv.in_proj": "conv.in_proj",
-    "shortconv.out_proj": "conv.out_proj",
-    "shortconv.conv": "conv.conv",
-}
-_CONVOLUTION: dict[str, Any] = {
-    "ends": ENDS | {"token_embd_norm": "model.embedding_norm"},
-    "changes": {"shortconv.conv.weight": lambda numbers: numbers.unsqueeze(1)},
-}
+_CONVOLUTION: dict[str, Any] = {"changes": {"shortconv.conv.weight": lambda numbers: numbers.unsqueeze(1)}}
 
 
 # Falcon-H1
@@ -390,27 +346,7 @@ def _nemotron_h_gguf(stated: Stated) -> Fields:
     }
 
 
-_NEMOTRON = GgufForm(
-    _nemotron_h_gguf,
-    {
-        **{name: module.replace("self_attn", "mixer") for name, module in DECODER.items() if name.startswith("attn")},
-        **mamba.tensors_in("mixer"),
-        "attn_norm": "norm",
-        "ffn_up": "mixer.up_proj",
-        "ffn_down": "mixer.down_proj",
-        "ffn_gate_inp": "mixer.gate",
-        "exp_probs_b.bias": "mixer.gate.e_score_correction_bias",
-        "ffn_up_exps": "mixer.experts.up_proj",
-        "ffn_down_exps": "mixer.experts.down_proj",
-        "ffn_up_shexp": "mixer.shared_experts.up_proj",
-        "ffn_down_shexp": "mixer.shared_experts.down_proj",
-        "ffn_latent_down": "mixer.fc1_latent_proj",
-        "ffn_latent_up": "mixer.fc2_latent_proj",
-    },
-    {"token_embd": "model.embeddings", "output_norm": "model.norm_f", "output": "lm_head"},
-    epsilon=LAYER_NORM,
-    changes=mamba.CHANGES,
-)
+_NEMOTRON = GgufForm(_nemotron_h_gguf, epsilon=LAYER_NORM, changes=mamba.CHANGES)
 
 _QWEN = (
     "attention_bias linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim linear_num_key_heads "
@@ -426,45 +362,28 @@ _ONES = (
 
 HYBRIDS = {
     "qwen3_5_text": Family(
-        _qwen3_5,
-        _QWEN,
-        _QWEN_USUAL,
-        layer_types=_QWEN_LAYERS,
-        gguf={"qwen35": GgufForm(_qwen3_5_gguf, _QWEN35, **_DELTA_NET)},
+        _qwen3_5, _QWEN, _QWEN_USUAL, layer_types=_QWEN_LAYERS, gguf={"qwen35": GgufForm(_qwen3_5_gguf, **_DELTA_NET)}
     ),
     "qwen3_5_moe_text": Family(
         _qwen3_5,
         f"{_QWEN} moe_intermediate_size shared_expert_intermediate_size num_experts_per_tok num_experts",
         _QWEN_USUAL,
         layer_types=_QWEN_LAYERS,
-        gguf={"qwen35moe": GgufForm(_qwen3_5_moe_gguf, _QWEN35 | EXPERTS | SHARED_EXPERT, **_DELTA_NET)},
+        gguf={"qwen35moe": GgufForm(_qwen3_5_moe_gguf, **_DELTA_NET)},
     ),
     "lfm2": Family(
         _lfm2,
         "conv_L_cache block_multiple_of block_ffn_dim_multiplier block_auto_adjust_ff_dim full_attn_idxs",
         _LFM2_USUAL,
         epsilon="norm_eps",
-        gguf={"lfm2": GgufForm(_lfm2_gguf, _LFM2, **_CONVOLUTION)},
+        gguf={"lfm2": GgufForm(_lfm2_gguf, **_CONVOLUTION)},
     ),
     "lfm2_moe": Family(
         _lfm2,
         "conv_L_cache moe_intermediate_size num_dense_layers num_experts_per_tok num_experts norm_topk_prob",
         _LFM2_USUAL | {"use_expert_bias": True, "routed_scaling_factor": 1.0},
         epsilon="norm_eps",
-        gguf={
-            "lfm2moe": GgufForm(
-                _lfm2_moe_gguf,
-                {
-                    **_LFM2,
-                    "ffn_gate_inp": "feed_forward.gate",
-                    "exp_probs_b.bias": "feed_forward.expert_bias",
-                    "ffn_gate_exps": "feed_forward.experts.gate_up_proj",
-                    "ffn_up_exps": "feed_forward.experts.gate_up_proj",
-                    "ffn_down_exps": "feed_forward.experts.down_proj",
-                },
-                **_CONVOLUTION,
-            )
-        },
+        gguf={"lfm2moe": GgufForm(_lfm2_moe_gguf, **_CONVOLUTION)},
     ),
     "falcon_h1": Family(
         _falcon_h1,
@@ -478,18 +397,7 @@ HYBRIDS = {
             "mamba_rms_norm": False,
             "projectors_bias": False,
         },
-        gguf={
-            "falcon-h1": GgufForm(
-                _falcon_h1_gguf,
-                {
-                    **{name: module.replace("mlp", "feed_forward") for name, module in DECODER.items()},
-                    **mamba.tensors_in("mamba"),
-                    "ffn_norm": "pre_ff_layernorm",
-                },
-                ENDS | {"output_norm": "model.final_layernorm"},
-                changes=mamba.CHANGES,
-            )
-        },
+        gguf={"falcon-h1": GgufForm(_falcon_h1_gguf, changes=mamba.CHANGES)},
     ),
     "nemotron_h": Family(
         _nemotron_h,

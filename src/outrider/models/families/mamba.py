@@ -73,20 +73,6 @@ def sizes_of(stated: Stated) -> Fields:
     }
 
 
-def tensors_in(module: str) -> dict[str, str]:
-    """Names of tensors -> those of parameters, in a module of this name."""
-    parameters = {
-        "ssm_in": "in_proj",
-        "ssm_conv1d": "conv1d",
-        "ssm_norm": "norm",
-        "ssm_out": "out_proj",
-        "ssm_dt.bias": "dt_bias",
-        "ssm_a": "A_log",
-        "ssm_d": "D",
-    }
-    return {name: f"{module}.{parameter}" for name, parameter in parameters.items()}
-
-
 def rates_of(numbers: Tensor) -> Tensor:
     """Logarithms of the rates of decay. In float64, since the last bit of PyTorch's float32 depends on its build."""
     return numbers.neg().double().log().float()

@@ -15,7 +15,7 @@ from outrider.models.families import decoders, parts
 from outrider.models.families.family import Family, Fields, periodic
 from outrider.models.gguf import keys
 from outrider.models.gguf.keys import Stated
-from outrider.models.gguf.tensors import DECODER, EXPERTS, NORMS_OF_HEADS, SHARED_EXPERT, WITHOUT_FFN_NORM, GgufForm
+from outrider.models.gguf.tensors import GgufForm
 from outrider.native.plan import MatrixPlan, NotPlanned
 
 
@@ -148,7 +148,7 @@ MIXTURES = {
         f"{_QWEN} attention_bias",
         {"norm_topk_prob": False, "mlp_only_layers": (), "decoder_sparse_step": 1},
         completed=decoders.switched_window,
-        gguf={"qwen3moe": GgufForm(_qwen3_gguf, DECODER | NORMS_OF_HEADS | EXPERTS)},
+        gguf={"qwen3moe": GgufForm(_qwen3_gguf)},
     ),
     "mixtral": Family(
         parts.like_llama(decoders.whole_window, _only_experts),
@@ -173,19 +173,7 @@ MIXTURES = {
         "n_group topk_group first_k_dense_replace use_qk_norm num_mtp_layers num_nextn_predict_layers",
         {"partial_rotary_factor": 0.5},
         {"num_local_experts": "n_routed_experts"},
-        gguf={
-            "glm4moe": GgufForm(
-                _glm4_gguf,
-                {
-                    **WITHOUT_FFN_NORM,
-                    **NORMS_OF_HEADS,
-                    **EXPERTS,
-                    **{name: module.replace("expert.", "experts.") for name, module in SHARED_EXPERT.items()},
-                    "post_attention_norm": "post_attention_layernorm",
-                    "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
-                },
-            )
-        },
+        gguf={"glm4moe": GgufForm(_glm4_gguf)},
     ),
     "gpt_oss": Family(
         parts.like_llama(_gpt_oss_attention, _gpt_oss_layer),
@@ -196,18 +184,6 @@ MIXTURES = {
         gguf={
             "gpt-oss": GgufForm(
                 _gpt_oss_gguf,
-                {
-                    **{name: module for name, module in DECODER.items() if not name.startswith("ffn")},
-                    "post_attention_norm": "post_attention_layernorm",
-                    "attn_sinks.weight": "self_attn.sinks",
-                    "ffn_gate_inp": "mlp.router",
-                    "ffn_gate_exps.weight": "mlp.experts.gate_up_proj",
-                    "ffn_up_exps.weight": "mlp.experts.gate_up_proj",
-                    "ffn_down_exps.weight": "mlp.experts.down_proj",
-                    "ffn_gate_exps.bias": "mlp.experts.gate_up_proj_bias",
-                    "ffn_up_exps.bias": "mlp.experts.gate_up_proj_bias",
-                    "ffn_down_exps.bias": "mlp.experts.down_proj_bias",
-                },
                 changes={
                     "ffn_gate_exps.weight": _interleaved,
                     "ffn_gate_exps.bias": _interleaved_biases,

@@ -24,7 +24,7 @@ from outrider.models.cpu_weights import HALVES, StoredWeights, large_matrices
 from outrider.models.families.config import ModelConfig
 from outrider.models.gguf.file import GgufFile, StoredTensor, is_readable, shards_of, type_name
 from outrider.models.gguf.model import StatedModel, stated_model, transformers_config
-from outrider.models.gguf.tensors import Order, place_of
+from outrider.models.gguf.tensors import Order, place_of, weight_of
 from outrider.models.memory import skeleton
 from outrider.models.registry import ModelSpec
 from outrider.native.plan import NotPlanned, Plan, weight_names
@@ -224,7 +224,12 @@ def _sources(file: GgufFile, model: StatedModel, names: Set[str], config: Any, n
             weight = str(stack).format(i)
             parts[weight], changes[weight] = [tensor], itemgetter(i)
         if stack is None and tensor not in model.others:
-            parts.setdefault(_name_of(tensor, model, names, name), []).append(tensor)
+            if (place := weight_of(tensor, names)) is None:
+                raise UnsupportedModel(
+                    f"{name}: the file has a tensor {tensor}, for which {model.fields['model_type']} models have no "
+                    "place: another model would run without it"
+                )
+            parts.setdefault(place, []).append(tensor)
     found = {}
     for weight, tensors in parts.items():
         # A gate comes first: "ffn_gate_exps" before "ffn_up_exps".
@@ -257,22 +262,3 @@ def _sources_of(file: GgufFile, bare: nn.Module, name: str) -> dict[str, Source]
     if missing := sorted(key for key, parameter in parameters.items() if parameter not in shared):
         raise ModelCorrupt(f"{name}: the file lacks {len(missing)} of the model's weights, {missing[0]} among them")
     return found
-
-
-def _name_of(tensor: str, model: StatedModel, weights: Set[str], name: str) -> str:
-    """Name of the weight that a tensor belongs to. Raises UnsupportedModel."""
-    form, (layer, leaf) = model.form, place_of(tensor)
-    names, prefix = (form.ends, "") if layer is None else (form.tensors, f"{form.layers}.{layer}.")
-    module, _, kind = leaf.rpartition(".") if "." in leaf else (leaf, "", "weight")
-    # Some parameters are no part of a layer of their own: a layer's experts.
-    for candidate in (
-        f"{prefix}{names.get(leaf)}",
-        f"{prefix}{names.get(module)}.{kind}",
-        f"{prefix}{names.get(module)}",
-    ):
-        if candidate in weights:
-            return candidate
-    raise UnsupportedModel(
-        f"{name}: the file has a tensor {tensor}, for which {model.fields['model_type']} models have no place: another "
-        "model would run without it"
-    )
