@@ -20,7 +20,7 @@ from outrider.runtime.transformers_forward import TransformersForward
 
 VOCAB = 99
 CONTEXT = 640
-_SIZES: Fields = {
+SIZES: Fields = {
     "vocab_size": VOCAB,
     "hidden_size": 40,
     "intermediate_size": 80,
@@ -42,7 +42,7 @@ ALL = [(family, name) for family, cases in CASES.items() for name in cases]
 
 def random_model(family: str, fields: Fields, seed: int = 0, **sizes: Any) -> PreTrainedModel:
     """A model, float32, whose logits depend on the whole text."""
-    config = configuration(family, _SIZES | sizes | fields)
+    config = configuration(family, SIZES | sizes | fields)
     # Eager: "sdpa" leaves caps out.
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
     generator = torch.Generator().manual_seed(seed)
