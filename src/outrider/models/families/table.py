@@ -16,11 +16,12 @@ from outrider.models.families.decoders import DECODERS
 from outrider.models.families.family import Family
 from outrider.models.families.gemma import GEMMAS
 from outrider.models.families.granite import GRANITES
-from outrider.models.families.hybrids import HYBRIDS
+from outrider.models.families.mamba import MAMBAS
 from outrider.models.families.mixtures import MIXTURES
+from outrider.models.families.recurrent import RECURRENT
 from outrider.native.plan import NotPlanned, Plan
 
-FAMILIES: dict[str, Family] = {**DECODERS, **MIXTURES, **GEMMAS, **GRANITES, **HYBRIDS}
+FAMILIES: dict[str, Family] = {**DECODERS, **MIXTURES, **GEMMAS, **GRANITES, **MAMBAS, **RECURRENT}
 """By Transformers' model_type."""
 
 
