@@ -1,8 +1,4 @@
-"""Families with attention and an MLP in each layer: what differs from Llama's, in config.json, GGUF files and plans.
-
-Source of what GGUF files state: llama.cpp's src/models/*.cpp and conversion/*.py, in the build of llama-cpp-python
-0.3.36.
-"""
+"""Families with attention and an MLP in each layer: what differs from Llama's, in config.json, GGUF files and plans."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Gemma's families, in config.json, GGUF files and plans.
-
-Source of what GGUF files state: llama.cpp's src/models/gemma*.cpp and conversion/gemma.py, in the build of
-llama-cpp-python 0.3.36.
-"""
+"""Gemma's families, in config.json, GGUF files and plans."""
 
 from __future__ import annotations
 
@@ -90,8 +86,6 @@ def _gemma4(config: Any) -> Plan:
         made = parts.experts_of(
             config,
             at,
-            number=config.num_experts,
-            num_chosen=config.top_k_experts,
             router=parts.linear(f"{at}.router.proj"),
             router_norm=NormPlan("rms", f"{at}.router.scale", config.epsilon, factor=config.hidden_size**-0.5),
             scales=f"{at}.router.per_expert_scale",
@@ -304,11 +298,12 @@ GEMMAS = {
     "gemma4_text": Family(
         _gemma4,
         "final_logit_softcapping vocab_size_per_layer_input hidden_size_per_layer_input attention_k_eq_v "
-        "num_kv_shared_layers use_double_wide_mlp num_experts top_k_experts moe_intermediate_size per_layer_config "
+        "num_kv_shared_layers use_double_wide_mlp num_experts moe_intermediate_size per_layer_config "
         "num_global_key_value_heads",
         _USUAL
         | {"attention_bias": False, "global_head_dim": 512, "use_bidirectional_attention": None}
         | {"enable_moe_block": False},
+        {"num_experts_per_tok": "top_k_experts"},
         activation="hidden_activation",
         has_two_ropes=True,
         has_scaled_rope=True,

@@ -1,8 +1,4 @@
-"""Granite's families, in config.json, GGUF files and plans.
-
-Source of what GGUF files state: llama.cpp's src/models/granite*.cpp and conversion/granite.py, in the build of
-llama-cpp-python 0.3.36.
-"""
+"""Granite's families, in config.json, GGUF files and plans."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Families with layers of Mamba-2, but for Granite's, in config.json, GGUF files and plans.
-
-Source of what GGUF files state: llama.cpp's src/models/*.cpp and conversion/*.py, in the build of llama-cpp-python
-0.3.36.
-"""
+"""Families with layers of Mamba-2, but for Granite's, in config.json, GGUF files and plans."""
 
 from __future__ import annotations
 

@@ -145,9 +145,8 @@ def mlp_of(config: Any, at: str, **others: Any) -> plans.MlpPlan:
     fields: Fields = {
         "ups": tuple(linear(f"{at}.{name}_proj", bias) for name in ("gate", "up")),
         "down": linear(f"{at}.down_proj", bias),
+        "activation": activation_of(config),
     }
-    if "activation" not in others:
-        fields["activation"] = activation_of(config)
     return plans.MlpPlan(**(fields | others))
 
 
@@ -158,10 +157,9 @@ def experts_of(config: Any, at: str, **others: Any) -> plans.ExpertsPlan:
         "router": linear(f"{at}.gate"),
         "ups": tuple(plans.MatrixPlan(f"{at}.experts.gate_up_proj", part=i, num_parts=2) for i in range(2)),
         "down": plans.MatrixPlan(f"{at}.experts.down_proj"),
+        "num_chosen": config.num_experts_per_tok,
         "is_normalized": getattr(config, "norm_topk_prob", True),
     }
-    if "num_chosen" not in others:
-        fields["num_chosen"] = config.num_experts_per_tok
     if "activation" not in others:
         fields["activation"] = activation_of(config)
     return plans.ExpertsPlan(**(fields | others))
