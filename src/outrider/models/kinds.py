@@ -84,14 +84,15 @@ def building(told: str, config: Any | None = None) -> Iterator[None]:
         config: that may have led to the error.
     """
     import torch
-    from huggingface_hub.errors import StrictDataclassError
 
     try:
         with memory_errors():
             yield
     except torch.OutOfMemoryError:
         raise
-    except (*FAILURES, StrictDataclassError) as error:
+    except Exception as error:
+        if not isinstance(error, FAILURES) and "StrictDataclass" not in type(error).__name__:  # of huggingface_hub
+            raise
         reason = " ".join(str(error).split())[:300]
         raise ModelCorrupt(f"{told} ({type(error).__name__}: {reason}){odd_numbers(config)}") from error
 

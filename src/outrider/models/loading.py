@@ -52,6 +52,7 @@ class Checkpoint:
     Attributes:
         model: of Transformers, or a planned model; this has a ``forward``.
         execution: one of EXECUTIONS (registry.py); eager for a model in memory, which may be changed.
+        file: the GGUF file.
         end_ids: tokens that end a text, as the files state them; None to look into ``model``.
     """
 
@@ -62,6 +63,7 @@ class Checkpoint:
     execution: str = "eager"
     end_ids: Any = None
     forward: NativeForward | None = None
+    file: GgufFile | None = None
 
     @property
     def eos_ids(self) -> frozenset[int]:
@@ -103,7 +105,7 @@ def load_checkpoint(spec: ModelSpec, placement: Placement = _ANYWHERE, *, is_tar
     processor = load_processor(spec) if reads_images else None
     if planned is not None:
         planned[1].wait()
-    return Checkpoint(job.name, model, tokenizer, processor, job.placed.execution, end_ids, forward)
+    return Checkpoint(job.name, model, tokenizer, processor, job.placed.execution, end_ids, forward, file)
 
 
 def _load_planned(job: _Job, file: GgufFile | None) -> tuple[NativeForward, BackgroundCopies] | None:
