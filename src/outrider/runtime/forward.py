@@ -1,5 +1,5 @@
-"""What a forward is: tokens at places of a cache to logits and hidden states. Two implementations have this interface:
-``TransformersForward`` (any model, in its own code) and ``NativeForward`` (native/engine.py)."""
+"""Forward: tokens at places of a cache to logits and hidden states. Two implementations run models: ``TransformersForward``
+(any model, in its own code) and ``NativeForward`` (native/engine.py)."""
 
 from __future__ import annotations
 
