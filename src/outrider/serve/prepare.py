@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from outrider.decoder import ReadPrompt
@@ -108,10 +107,6 @@ class Preparer:
         if ask.body.echo:
             pairs = zip(ask.prompts, all_ids, strict=True)
             texts = [prompt if isinstance(prompt, str) else self._decode(ids) for prompt, ids in pairs]
-        num_thoughts = None
-        if thinking is not None and separates:
-            stage = thinking.stage_of(self._tokenizer, all_ids[0], begun_of(ask.prompts[0]))
-            num_thoughts = partial(thinking.num_thoughts, self._tokenizer, stage)
 
         def new_parser(job: RequestState) -> OutputParser:
             calls = None
@@ -120,7 +115,8 @@ class Preparer:
             return OutputParser(job.text.parts, calls, has_content=ask.tools is None or not ask.tools.is_forced)
 
         tokens = TokenTexts(self._tokenizer, ask.body.return_tokens_as_token_ids)
-        return answer(ask, all_ids, texts, jobs, tokens, new_parser, self._tool_format, self.model, num_thoughts)
+        splits = thinking is not None and separates
+        return answer(ask, all_ids, texts, jobs, tokens, new_parser, self._tool_format, self.model, splits)
 
     def token_ids(self, prompt: Prompt, has_special: bool | None = None) -> list[int]:
         """Token ids of a prompt that fits, encoded with special tokens or without; with images it is the processor's

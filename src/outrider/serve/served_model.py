@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from contextlib import AbstractContextManager, aclosing, suppress
 from dataclasses import dataclass, replace
@@ -142,18 +143,17 @@ class ServedModel:
         """Score prompts: log-probabilities of all tokens of each prompt but the first, from the target's raw logits,
         with ``num_top`` alternatives. For a request already accepted (``submit``): it is not refused halfway. Raises
         Refusal: it waited too long; NumericsError: the target returned NaN."""
-        steps = (
-            (which, part)
-            for which, token_ids in enumerate(prompts)
-            if len(token_ids) > 1
-            for part in prompt_logprobs(self.decoder.target, token_ids, num_top)
-        )
         found: list[list[ScoredToken]] = [[] for _ in prompts]
-        async with aclosing(self.between_rounds(steps, client, is_taken=True)) as parts:
-            async for step in parts:
-                if step is not None:
-                    which, part = step
-                    found[which] += part
+
+        def steps() -> Generator[None]:
+            for token_ids, own in zip(prompts, found, strict=True):
+                for part in prompt_logprobs(self.decoder.target, token_ids, num_top) if len(token_ids) > 1 else ():
+                    own += part
+                    yield
+
+        async with aclosing(self.between_rounds(steps(), client, is_taken=True)) as parts:
+            async for _ in parts:
+                pass
         return found
 
     async def between_rounds(
@@ -183,8 +183,8 @@ class ServedModel:
 
     def time_out(self) -> None:
         """End the requests that have waited too long for a first slot."""
-        late = [ticket for ticket in self.session.tickets if ticket.waited_s > self._options.queue_timeout_s]
-        late = [ticket for ticket in late if ticket.num_open and not ticket.has_begun]
+        least_s = time.perf_counter() - self._options.queue_timeout_s
+        late = [one for one in self.session.tickets if one.submitted_s < least_s and one.num_open and not one.has_begun]
         if late:
             self.session.post(lambda: self._time_out_on_thread(late))
 

@@ -86,6 +86,10 @@ class ThoughtSplitter:
         self._marker = re.compile("|".join(map(re.escape, self._markers)))
 
     @property
+    def is_in_thoughts(self) -> bool:
+        return self._stage == "in"
+
+    @property
     def num_waiting(self) -> int:
         """Characters at the end that are neither thoughts nor the rest for certain."""
         return len(self._text)
