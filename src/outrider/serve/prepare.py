@@ -98,6 +98,7 @@ class Preparer:
             options = self.decoder.read_options(ask.options)
             for prompt, ids in zip(prompts, all_ids, strict=True):
                 read = self.decoder.read(prompt if isinstance(prompt, Mapping) else ids)
+                read = read._replace(begun=begun_of(ask.prompts[0]))
                 room = self.capacity - len(ids)
                 max_tokens = room if ask.max_tokens is None else min(ask.max_tokens, room)
                 for _ in range(ask.body.n):
@@ -207,7 +208,6 @@ class Preparer:
             includes_stop=ask.body.include_stop_str_in_output,
             thinking=thinking,
             splits_thoughts=separates,
-            begun=begun_of(ask.prompts[0]),
         )
         if ask.num_draft_tokens is not None:
             job.request = replace(job.request, num_draft_tokens=ask.num_draft_tokens)

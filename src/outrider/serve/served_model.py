@@ -21,7 +21,7 @@ from outrider.decoding.fair_queue import FairQueue
 from outrider.decoding.schedule import Schedule
 from outrider.decoding.scheduler import Load
 from outrider.errors import NumericsError, OutriderError, PromptError
-from outrider.records import Chunk, FinishReason
+from outrider.records import Chunk
 from outrider.requests.async_session import Arrived, AsyncSession, Ticket
 from outrider.requests.engine_loop import EngineLoop, RequestState, discard
 from outrider.requests.session import Session
@@ -35,8 +35,6 @@ from outrider.text.tokenizer import encode
 _LOG = logging.getLogger("outrider.serve")
 _MOST_RETRY_AFTER_S = 60  # the openai client waits no longer
 _NO_LOAD = Load(0, 0, 0, 0)
-
-_NEWEST = 0.1  # weight of the latest row in the moving average of row times
 
 LoadDecoder = Callable[[], Decoder]
 _Step = TypeVar("_Step")
@@ -103,7 +101,6 @@ class ServedModel:
         self.metrics = Metrics(lambda: self.load, lambda: self.admission.unread().total(), self.names[0])
         self.error: BaseException | None = None
         self._engine: engine.Engine | None = None
-        self._row_s = 0.0  # moving average of how long a row keeps its slot
 
     def start(self, on_ready: Callable[[], None], on_failure: Callable[[], None]) -> None:
         """Start loading. The event loop must be running; both callbacks are called in it."""
@@ -195,31 +192,16 @@ class ServedModel:
         return NumericsError(str(error).replace(f"the model {self._own_name} ", f"the model {self.names[0]} "))
 
     def _retry_after_s(self) -> int:
-        wait_s = self._row_s * self.load.num_waiting / self._options.num_slots
+        wait_s = self.metrics.row_s * self.load.num_waiting / self._options.num_slots
         return min(max(math.ceil(wait_s), LEAST_RETRY_AFTER_S), _MOST_RETRY_AFTER_S)
 
     # Called by the session, in the event loop
 
     def _watch(self, arrived: Arrived) -> None:
-        """Keep the chunks of rows, and count them. The first chunk of a round carries the round's timing."""
-        is_first = True
+        self.metrics.count(arrived)
         for ticket, number, item in arrived:
-            if ticket.steps is not None:
-                continue
-            job = ticket.states[number]
-            reason: FinishReason | None = "error"
             if isinstance(item, Chunk):
-                self.metrics.count_chunk(item, has_timing=is_first)
-                is_first, reason = False, item.finish_reason
-                if not job.chunks:
-                    self.metrics.count_first(item, job, ticket.submitted_s)
-                job.chunks.append(item)
-            if reason is not None and ticket.num_open:  # else it is counted as cancelled
-                self.metrics.count_end(reason)
-                if job.chunks:
-                    self._row_s += _NEWEST * (job.last_s - job.begun_s - self._row_s)
-                if reason != "error":
-                    self.metrics.count_latency(job, ticket.submitted_s)
+                ticket.states[number].chunks.append(item)
 
     def _fail(self, error: BaseException) -> Exception:
         if not isinstance(error, OutriderError):
