@@ -9,7 +9,7 @@ import logging
 import math
 import time
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
-from contextlib import AbstractContextManager, aclosing, suppress
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
@@ -97,7 +97,7 @@ class ServedModel:
         self.names, self._options, self._load = tuple(names), options, load
         self.session = AsyncSession(self._open_on_thread, watch=self._watch, fail=self._fail)
         most_rows = options.num_slots + options.max_queue
-        self.admission = Admission(most_rows, options.max_per_client, self.session.tickets)
+        self.admission = Admission(most_rows, options.max_per_client, self.session.tickets, self._retry_after_s)
         self.metrics = Metrics(lambda: self.load, lambda: self.admission.unread().total(), self.names[0])
         self.error: BaseException | None = None
         self._engine: engine.Engine | None = None
@@ -121,13 +121,9 @@ class ServedModel:
     def load(self) -> Load:
         return _NO_LOAD if self._engine is None else self._engine.load
 
-    def reserve(self, client: str) -> AbstractContextManager[None]:
-        """Count a request as one row while the request is prepared. Raises Refusal: not ready, or the queue is full."""
-        return self.admission.reserve(client, self._retry_after_s())
-
     def submit(self, jobs: Sequence[RequestState], client: str, priority: int) -> Ticket:
         """Queue rows. The caller must ``close`` the ticket. Raises Refusal: not ready, or the queue is full."""
-        self.admission.check(len(jobs), client, self._retry_after_s())
+        self.admission.check(len(jobs), client)
         return self.session.submit(Ticket(jobs, client, priority))
 
     def close(self, ticket: Ticket, error: Exception | None = None, reason: str = "abort") -> None:
@@ -160,7 +156,7 @@ class ServedModel:
         or counted as one. Yields None as a keep-alive. Close the iterator (``aclosing``) so that the task ends when the
         client disconnects. Raises Refusal: not ready, the queue is full, or it waited too long."""
         if not is_taken:
-            self.admission.check(1, client, self._retry_after_s())
+            self.admission.check(1, client)
         ticket = self.session.submit(Ticket(client=client, steps=steps))
         try:
             while True:
