@@ -40,10 +40,10 @@ from outrider.runtime.lm import LM
 from outrider.runtime.media import read_media
 from outrider.sampling.rules import GUMBEL, RULES
 from outrider.text.chat_images import chat_inputs, has_images
-from outrider.text.output_parser import ThoughtSplitter
 from outrider.text.prompts import begun_of, check_ids, check_padding, is_chat, media_of, prompts_of, without_media
 from outrider.text.row_text import RowText
 from outrider.text.thinking import Thinking
+from outrider.text.thought_splitter import ThoughtSplitter
 from outrider.text.tokenizer import Detokenizer, Prompt, encode
 
 _LEAST_SESSION_CAPACITY = 2048  # tokens of a slot, so that most sessions never grow

@@ -8,9 +8,9 @@ import pytest
 from tokenizers import AddedToken
 
 from outrider.errors import OptionError
-from outrider.text.output_parser import ThoughtSplitter
 from outrider.text.row_text import RowText
 from outrider.text.thinking import Stage, Thinking, Thoughts, thinking_of
+from outrider.text.thought_splitter import ThoughtSplitter
 from outrider.text.tokenizer import Detokenizer
 from pairs import byte_level_tokenizer
 

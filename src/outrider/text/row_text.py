@@ -13,7 +13,7 @@ from collections.abc import Collection, Sequence
 from operator import itemgetter
 
 from outrider.records import FinishReason
-from outrider.text.output_parser import Piece, ThoughtSplitter, num_undecided
+from outrider.text.thought_splitter import Piece, ThoughtSplitter, num_undecided
 from outrider.text.tokenizer import Detokenizer
 
 
