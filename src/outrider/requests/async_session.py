@@ -53,11 +53,6 @@ class Ticket:
     def __post_init__(self) -> None:
         self.num_open = len(self.states) if self.steps is None else 1
 
-    @property
-    def waited_s(self) -> float:
-        """Time since submission."""
-        return time.perf_counter() - self.submitted_s
-
 
 Arrived = Sequence[tuple[Ticket, int, Any]]
 """Results of one step of the thread, each as in ``Ticket.arrived``."""

@@ -78,22 +78,6 @@ class Thinking:
             return "before"
         return "in" if is_begin else "after"
 
-    def num_thoughts(self, tokenizer: Any, stage: Stage, token_ids: Sequence[int]) -> int:
-        """Number of tokens of an output between the markers; without the second one, to the end."""
-        ids, num = list(token_ids), 0
-        stage = "before" if self.turn and stage == "after" else stage
-        while stage != "after" and ids:
-            if stage == "before":
-                size = len(self.begin_ids)
-                begin = next((i for i in range(len(ids)) if tuple(ids[i : i + size]) == self.begin_ids), None)
-                if begin is None or not (self.turn or not tokenizer.decode(ids[:begin]).strip()):
-                    break
-                ids = ids[begin + len(self.begin_ids) :]
-            end = ids.index(self.end_id) if self.end_id in ids else len(ids)
-            num += end
-            ids, stage = ids[end + 1 :], "before" if self.turn else "after"
-        return num
-
     def head_of(self, prompt_ids: Sequence[int]) -> tuple[int, ...]:
         """Beginning of a message's header at the end of a prompt; empty for none, and without channels."""
         headers = [self.turn_ids + ids for ids in (self.begin_ids, self.answer_ids) if self.turn]
