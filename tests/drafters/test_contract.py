@@ -275,7 +275,7 @@ def test_a_block_as_wide_as_the_round_is_detected(monkeypatch: pytest.MonkeyPatc
 
 
 def _with_drafts_only(right: Any) -> Any:
-    return lambda self, tokens: right(self, tokens) if tokens.ids.shape[1] > 1 else None
+    return lambda self, result: right(self, result) if result.places.shape[1] > 1 else None
 
 
 def _keeping_rejected_tokens(right: Any) -> Any:
