@@ -1,5 +1,5 @@
-"""Forward: tokens at places of a cache to logits and hidden states. Two implementations run models: ``TransformersForward``
-(any model, in its own code) and ``NativeForward`` (native/engine.py)."""
+"""Forward: tokens at places of a cache to logits and hidden states. Two implementations run models:
+``TransformersForward`` (any model, in its own code) and ``NativeForward`` (native/engine.py)."""
 
 from __future__ import annotations
 
