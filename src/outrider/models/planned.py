@@ -38,12 +38,8 @@ Planned = tuple[PlannedModel, BackgroundCopies]
 
 
 def planned_file(spec: ModelSpec, file: GgufFile, num_digits: int, *, needs_blocks: bool) -> Planned:
-    """Begin to load a GGUF file. Raises NotPlanned, UnsupportedModel, ModelCorrupt, DeviceError.
-
-    Args:
-        num_digits: of the integers to which rows are rounded before products (``BlockForm``).
-        needs_blocks: a file without blocks is no planned model.
-    """
+    """Begin to load a GGUF file; for ``num_digits`` see ``BlockForm``. If it ``needs_blocks``, a file without blocks is
+    no planned model. Raises NotPlanned, UnsupportedModel, ModelCorrupt, DeviceError."""
     check_head(spec.name, {"model_type": file.metadata.get("general.architecture")})
     stated = stated_model(file, spec.name)
     config = ModelConfig(stated.fields | {"_name_or_path": str(file.path)})

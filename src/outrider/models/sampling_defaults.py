@@ -50,11 +50,7 @@ class StatedSampling:
         return {name: value for name, value in self.options.items() if value != getattr(own, name)}
 
     def text(self, name: str, taken: Mapping[str, Any]) -> str:
-        """The line for users: which of its options are taken, and which are not honoured. Empty: it states none.
-
-        Args:
-            name: of the checkpoint.
-        """
+        """The line for users: which of its options are taken, and which are not honoured. Empty: it states none."""
         parts = [f"sampling as {name} states: {values_text(taken)}"] if taken else []
         if self.others:
             named = ", ".join(one if one.isidentifier() else repr(one)[:40] for one in self.others)

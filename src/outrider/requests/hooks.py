@@ -16,7 +16,7 @@ from outrider.errors import OptionError, PromptError
 from outrider.options import MAX_BIAS, Sampling
 from outrider.records import Constraint
 from outrider.sampling.masks import as_biases
-from outrider.text.structure import grammar_of, structure_of
+from outrider.text.structure import Structure, grammar_of
 from outrider.text.thinking import Thinking, Thoughts, thinking_of
 from outrider.text.tokenizer import encode
 
@@ -56,7 +56,9 @@ def constraint_of(
         begun: text that the output of a chat continues; None if the prompt is no chat.
     """
     sampling = options.sampling
-    structure: Constraint | None = structure_of(sampling, tokenizer, vocab_size, eos_ids, options.grammar)
+    structure: Constraint | None = None
+    if sampling.is_constrained:
+        structure = Structure(sampling, tokenizer, vocab_size, eos_ids, options.grammar)
     budget = sampling.thinking_budget
     if budget is not None:
         thinking = thinking or (None if tokenizer is None else thinking_of(tokenizer, "auto"))

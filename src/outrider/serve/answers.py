@@ -40,11 +40,7 @@ class Answer(ABC):
     Attributes:
         prompt_ids, prompt_texts: of each prompt; texts with ``echo`` alone.
         jobs: one per choice, ``n`` per prompt in turn; none if only the prompt is requested.
-        tokens: texts of single tokens.
-        new_parser: makes the parser of one output.
-        tool_format: how the model writes calls, if that is known.
         num_thoughts: how many of the tokens of an output are thoughts; None if they are not split off.
-        ticket: set when the rows are queued.
         scored: tokens of each prompt but the first, if their log-probabilities are requested.
     """
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from contextlib import AbstractContextManager, aclosing, suppress
 from dataclasses import dataclass, replace
@@ -78,11 +79,9 @@ class ServedModel:
     """Takes requests and delivers chunks. Call all methods from the event loop.
 
     Attributes:
-        names: the model's names for clients; responses use the first.
+        names: the model's names for clients, at least one; responses use the first.
         decoder, capacity, schedule, fingerprint: set once the model is loaded; the decoder's models have names for
             clients.
-        session: runs the engine.
-        admission: the state of the server, and accepted requests.
         error: the reason of a failure.
     """
 
@@ -183,8 +182,8 @@ class ServedModel:
 
     def time_out(self) -> None:
         """End the requests that have waited too long for a first slot."""
-        late = [ticket for ticket in self.session.tickets if ticket.waited_s > self._options.queue_timeout_s]
-        late = [ticket for ticket in late if ticket.num_open and not ticket.has_begun]
+        begin_s = time.perf_counter() - self._options.queue_timeout_s
+        late = [one for one in self.session.tickets if one.num_open and not one.has_begun and one.submitted_s < begin_s]
         if late:
             self.session.post(lambda: self._time_out_on_thread(late))
 
