@@ -11,14 +11,9 @@ are not quantized (weights only), or have a scale per row.
 | 8bit | 8 bits, a scale for each output channel; activations with one for each row | bitsandbytes LLM.int8() |
 | nf4 | 4 bits, a scale for each 64 numbers | bitsandbytes |
 
-Weights in blocks (GGUF) are multiplied on the CPU with activations in one of three arithmetics
-(kernels/rounded_rows.h), those in int4 with a15:
-
-| name | activations |
-|---|---|
-| a32 | float32 |
-| a15 | 15 bits, a scale for each 32 numbers: as good as float32, and faster |
-| a8 | 8 bits, a scale for each 32 numbers, the default, as in llama.cpp |
+Weights in blocks (GGUF) are multiplied on the CPU with activations (kernels/rounded_rows.h) in float32 (a32), or in 15
+bits (a15, as good as float32, and faster) or 8 bits (a8, the default, as in llama.cpp) with a scale for each 32
+numbers; those in int4 with a15.
 
 Of a few scales of int4, each fitted to its own integers by least squares, the one with the least error is taken. Errors
 of large weights count more (by their size plus the root mean square of the group, as in llama.cpp's K-quants). Nothing

@@ -62,15 +62,8 @@ def stated_sampling(spec: ModelSpec, choice: str = "auto") -> StatedSampling:
     """Sampling options that a checkpoint states, in its file ``generation_config.json`` or in its GGUF file (keys
     ``general.sampling.*``, llama.cpp's pull request 17120). (Transformers' ``GenerationConfig`` fills in others, which
     the authors of the model did not choose.) ``do_sample`` is not read: a temperature of 0 is greedy, any other
-    samples. Nor is ``max_new_tokens``: the length belongs to the request.
-
-    Args:
-        choice: "auto", or "none" for nothing.
-
-    Raises:
-        OptionError: there is no such choice.
-        FileError: the file cannot be read, or states an impossible value.
-    """
+    samples. Nor is ``max_new_tokens``: the length belongs to the request. The choice "none" takes nothing. Raises
+    OptionError: there is no such choice; FileError: the file cannot be read, or states an impossible value."""
     check_choice(choice)
     if choice == "none":
         return StatedSampling()
