@@ -55,19 +55,12 @@ def files_of(spec: ModelSpec) -> list[Path]:
     """Weight files of a checkpoint, downloaded if they are not on this disk."""
     if spec.path is not None:
         return weight_files(spec.path)
-    from huggingface_hub import hf_hub_download, snapshot_download
-    from huggingface_hub.errors import EntryNotFoundError
-
     # Files that Transformers would download next: one, or those of an index.
-    for name in (WHOLE, INDEX):
-        try:
-            found = Path(hf_hub_download(str(spec.hub), name))
-        except EntryNotFoundError:
-            continue
-        if name == INDEX:
-            snapshot_download(str(spec.hub), allow_patterns=indexed_files(found))
-        return weight_files(found.parent)
-    return []
+    if (found := spec.file(WHOLE)) is None and (found := spec.file(INDEX)) is not None:
+        from huggingface_hub import snapshot_download
+
+        snapshot_download(str(spec.hub), allow_patterns=indexed_files(found))
+    return [] if found is None else weight_files(found.parent)
 
 
 def large_weights(model: nn.Module) -> dict[str, ExpertLayout | None]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -96,13 +95,8 @@ def _begun(
 
 def _stated(spec: ModelSpec) -> dict[str, Any]:
     """The config.json of a model whose weights are not quantized. Raises NotPlanned, UnsupportedModel, ModelCorrupt."""
-    if spec.path is None:
-        from huggingface_hub import hf_hub_download
-
-        path = Path(hf_hub_download(str(spec.hub), "config.json"))
-    else:
-        path = spec.path / "config.json"
-    if not path.is_file() or (path.parent / ADAPTER_CONFIG).is_file():
+    path = spec.file("config.json")
+    if path is None or (path.parent / ADAPTER_CONFIG).is_file():
         raise NotPlanned("it is no model by itself")
     stated: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     check_head(spec.name, stated)

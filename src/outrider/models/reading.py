@@ -7,7 +7,6 @@ import contextlib
 import logging
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,7 +32,7 @@ def read_config(spec: ModelSpec, file: GgufFile | None = None) -> Any:
     import transformers
 
     with reading(spec, "adapter"):
-        kinds.check_adapter(spec.name, _adapter_of(spec))
+        kinds.check_adapter(spec.name, spec.file(kinds.ADAPTER_CONFIG))
     if spec.path is not None and spec.gguf is None and not (spec.path / "config.json").is_file():
         raise ModelCorrupt(f"{spec.path} is not a model folder: there is no config.json in it")
     with reading(spec, "configuration"):
@@ -53,17 +52,6 @@ def read_config(spec: ModelSpec, file: GgufFile | None = None) -> Any:
         if getattr(config.get_text_config(decoder=True), "attn_logit_softcapping", None) is not None:
             config._attn_implementation = "eager"  # some releases of Transformers leave the cap out of "sdpa"
     return config
-
-
-def _adapter_of(spec: ModelSpec) -> Path | None:
-    """The adapter_config.json beside or instead of a model; None if there is none."""
-    from transformers.utils.peft_utils import find_adapter_config_file
-
-    if spec.path is not None:
-        file = spec.path / kinds.ADAPTER_CONFIG
-        return file if file.is_file() else None
-    found = find_adapter_config_file(spec.location)
-    return None if found is None else Path(found)
 
 
 def stored_dtype(spec: ModelSpec) -> torch.dtype:

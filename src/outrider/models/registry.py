@@ -149,6 +149,18 @@ class ModelSpec:
         """Path or hub id for ``from_pretrained``."""
         return str(self.path) if self.path is not None else str(self.hub)
 
+    def file(self, name: str) -> Path | None:
+        """A file of the folder or the hub repository, fetched if it is not on this disk; None if there is none."""
+        if self.path is not None:
+            return path if (path := self.path / name).is_file() else None
+        from huggingface_hub import hf_hub_download
+        from huggingface_hub.errors import EntryNotFoundError
+
+        try:
+            return Path(hf_hub_download(str(self.hub), name))
+        except EntryNotFoundError:
+            return None
+
 
 def user_file() -> Path:
     base = os.environ.get("XDG_CONFIG_HOME") or "~/.config"

@@ -100,16 +100,8 @@ def values_text(sampling: Mapping[str, Any]) -> str:
 
 def generation_config_file(spec: ModelSpec) -> Path | None:
     """The file of a checkpoint, if it has one."""
-    if spec.gguf is not None:
-        return None
-    if spec.path is not None:
-        path = spec.path / _GENERATION_CONFIG
-        return path if path.is_file() else None
-    from huggingface_hub import hf_hub_download
-
-    # It has none; or the hub cannot be reached, and what is missing of the model is reported where it is loaded.
-    with contextlib.suppress(Exception):
-        return Path(hf_hub_download(str(spec.hub), _GENERATION_CONFIG))
+    with contextlib.suppress(Exception):  # of the hub: what is missing of the model is reported where it is loaded
+        return None if spec.gguf is not None else spec.file(_GENERATION_CONFIG)
     return None
 
 

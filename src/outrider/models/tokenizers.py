@@ -112,6 +112,7 @@ def _built(file: Path, stated: Mapping[str, Any]) -> FastTokenizer:
         cutter.add_prefix_space = has_prefix
     if padding := backend.padding:
         stated = {"pad_token": padding["pad_token"], **stated}
+        backend.no_padding()
     backend.encode_special_tokens = bool(stated.get("split_special_tokens"))
     extra: Any = stated.get("extra_special_tokens") or stated.get("additional_special_tokens") or ()
     roles = {**dict.fromkeys(ROLES), **{name: value for name, value in stated.items() if name.endswith("_token")}}

@@ -134,8 +134,8 @@ def as_options(
 
 
 def process(processors: Sequence[Processor], ids: Tensor, logits: Tensor) -> Tensor:
-    """Scores of the next token, in float32 as in ``generate``, after the tokens so far, padding included. [1, N], [V]
-    -> [V]"""
+    """Scores of the next token, in float32 as in ``generate``, after the tokens so far, padding included.
+    [1, N], [V] -> [V]"""
     scores = logits[None].to(torch.float32, copy=True)
     for one in processors:
         scores = one(ids, scores)

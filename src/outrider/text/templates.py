@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
-from functools import lru_cache, partial
+from functools import lru_cache
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -126,7 +126,7 @@ def _compiled(template: str) -> Template:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
     )
-    environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
+    environment.filters["tojson"] = _json
     environment.globals |= {"raise_exception": _raise, "dict": _Dict(), "namespace": _Namespace}
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     return environment.from_string(template)
@@ -165,6 +165,13 @@ class _Namespace(Namespace):
         if isinstance(name, str) and name.startswith("_"):
             raise SecurityError(f"chat templates store nothing in {name!r}: names do not begin with an underscore")
         super().__setitem__(name, value)
+
+
+def _json(
+    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    """JSON of a value, with these options alone: others call functions outside of the sandbox."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _raise(message: str) -> None:

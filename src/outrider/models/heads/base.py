@@ -272,9 +272,8 @@ def complete(head: Any, tensors: Mapping[str, Tensor], offsets: Tensor | None, n
 
 
 def fill(head: Head, tensors: Mapping[str, Tensor], name: str, target: LM, *, shared: Sequence[str]) -> None:
-    """Give a head its weights, in the type and on the device of its target; ``shared`` are beginnings of the names of
-    the target's modules in it. Raises ModelCorrupt: a weight is missing or left over; of another shape:
-    RuntimeError."""
+    """Give a head its weights, in the type and on the device of its target, some of whose modules it shares, by
+    beginnings of names. Raises ModelCorrupt: a weight is missing or left over; of another shape: RuntimeError."""
     placed = {
         key: value.to(target.device, target.dtype if value.is_floating_point() else value.dtype)
         for key, value in tensors.items()

@@ -47,17 +47,16 @@ _PROMISES = {"selector_rank": "candidate_selector.", "conv_kernel_size": "layers
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """The places that the slots of a block see in a layer. If it is causal, a slot sees no later slot. A slot sees as
-    many tokens as the window has, itself included; or all slots see so many tokens of the context
-    (``before_anchor``)."""
+    """The places that the slots of a block see in a layer: if it is causal, no later slots; of a window, as many tokens,
+    the slot included; or all slots see so many tokens of the context (``before_anchor``)."""
 
     is_causal: bool
     window: int | None = None
     before_anchor: int | None = None
 
     def mask(self, positions: Tensor, view_len: int, dtype: torch.dtype) -> Tensor:
-        """Additive mask of a block with slots at these positions: 0 for visible keys, the lowest number for others. [B,
-        T] -> [B, 1, T, view_len]"""
+        """Additive mask of a block with slots at these positions: 0 for visible keys, the lowest number for others.
+        [B, T] -> [B, 1, T, view_len]"""
         places = torch.arange(view_len, device=positions.device)
         slots = positions[..., None]
         is_hidden = places > (slots if self.is_causal else slots[:, -1:])  # [B, T or 1, view_len]
