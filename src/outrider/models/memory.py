@@ -93,8 +93,8 @@ def skeleton(config: Any, dtype: torch.dtype) -> Any:
 
 
 def weights_bytes(model: Any, quantization: str = "none", parallel: int = 1) -> int:
-    """Bytes of the weights and buffers of a skeleton, shared ones once, if they are quantized; for one of ``parallel``
-    processes, which share layers by the model's own plan."""
+    """Bytes that the weights and buffers of a skeleton, shared ones once, have after their quantization; for one of
+    ``parallel`` processes, which share layers by the model's own plan."""
     from outrider.models.quantize import linear_bytes, quantizable
     from outrider.runtime.weight_tensors import stored_tensors
 

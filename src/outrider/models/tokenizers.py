@@ -27,8 +27,14 @@ _PARTS = ("model", "normalizer", "pre_tokenizer", "post_processor", "decoder")
 # Classes without roles of their own; other classes have a token for a role that the files do not state.
 _BARE = ("PreTrainedTokenizerFast", "TokenizersBackend")
 _STATED = {"bos_token", "eos_token", "unk_token", "pad_token"}  # roles of all classes of causal models
-# Keys that Transformers alone understands; the later ones may change the parts of tokenizer.json.
-_OTHERS = ("auto_map", "fix_mistral_regex", "fast_tokenizer_files", "do_lower_case", "strip_accents")
+_OTHERS = ("auto_map", "fix_mistral_regex", "fast_tokenizer_files")  # keys that Transformers alone understands
+# Keys of tokenizer_config.json, the part that they change, and its own key.
+_SWITCHES = {
+    "add_prefix_space": ("pre_tokenizer", "add_prefix_space"),
+    "do_lower_case": ("normalizer", "lowercase"),
+    "strip_accents": ("normalizer", "strip_accents"),
+    "tokenize_chinese_chars": ("normalizer", "handle_chinese_chars"),
+}
 _LOG = logging.getLogger(__name__)
 
 
@@ -106,10 +112,10 @@ def _built(file: Path, stated: Mapping[str, Any]) -> FastTokenizer:
     from tokenizers import Tokenizer
 
     backend = Tokenizer.from_file(str(file))
-    cutter: Any = backend.pre_tokenizer
-    has_prefix = stated.get("add_prefix_space")
-    if has_prefix is not None and cutter is not None and "add_prefix_space" in json.loads(cutter.__getstate__()):
-        cutter.add_prefix_space = has_prefix
+    for key, (part, name) in _SWITCHES.items():
+        own = getattr(backend, part)
+        if stated.get(key) is not None and own is not None and name in json.loads(own.__getstate__()):
+            setattr(own, name, stated[key])
     if padding := backend.padding:
         stated = {"pad_token": padding["pad_token"], **stated}
         backend.no_padding()

@@ -47,8 +47,8 @@ _PROMISES = {"selector_rank": "candidate_selector.", "conv_kernel_size": "layers
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """The places that the slots of a block see in a layer: if it is causal, no later slots; of a window, as many tokens,
-    the slot included; or all slots see so many tokens of the context (``before_anchor``)."""
+    """The places that the slots of a block see in a layer: if it is causal, no later slots; of a window, as many
+    tokens, the slot included; or all slots see so many tokens of the context (``before_anchor``)."""
 
     is_causal: bool
     window: int | None = None
