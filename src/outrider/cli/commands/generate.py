@@ -32,6 +32,7 @@ from outrider.cli.shared.template_options import TemplateOptions, hint_at_chat, 
 from outrider.cli.shared.terminal import Writer, without_caret
 from outrider.errors import OptionError
 from outrider.options import Sampling
+from outrider.system.files import short_name
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -184,8 +185,12 @@ def _verify_models(decoder: Decoder) -> None:
     from outrider.models.probe import verify
 
     for lm in (decoder.target, *decoder.drafter.models):
-        if not isinstance(lm.model, Head):
-            say(verify(lm))
+        if isinstance(lm.weights, Head) or lm.token_ids is not None:
+            say(f"not verified: {lm.name}, a draft for which Transformers has no code")
+            continue
+        with progress(f"comparing {short_name(lm.name)} with Transformers"):
+            line = verify(lm)
+        say(line)
 
 
 def _verify(setup: Setup, decoder: Decoder, row: dict[str, Any]) -> GreedyReport:
