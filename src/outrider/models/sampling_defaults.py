@@ -53,11 +53,7 @@ class StatedSampling:
         return {name: value for name, value in self.options.items() if value != getattr(own, name)}
 
     def text(self, name: str, taken: Mapping[str, Any]) -> str:
-        """The line for users: which of its options are taken, and which are not honoured. Empty: it states none.
-
-        Args:
-            name: of the checkpoint.
-        """
+        """The line for users: which of its options are taken, and which are not honoured. Empty: it states none."""
         parts = [f"sampling as {name} states: {values_text(taken)}"] if taken else []
         if self.others:
             named = ", ".join(one if one.isidentifier() else repr(one)[:40] for one in self.others)
@@ -69,16 +65,9 @@ def stated_sampling(spec: ModelSpec, choice: str = "auto", file: GgufFile | None
     """Sampling options that a checkpoint states, in its file ``generation_config.json`` or in its GGUF file (keys
     ``general.sampling.*``, llama.cpp's pull request 17120). (Transformers' ``GenerationConfig`` fills in others, which
     the authors of the model did not choose.) ``do_sample`` is not read: a temperature of 0 is greedy, any other
-    samples. Nor is ``max_new_tokens``: the length belongs to the request.
-
-    Args:
-        choice: "auto", or "none" for nothing.
-        file: if the checkpoint is a GGUF file, which is opened if it is not given.
-
-    Raises:
-        OptionError: there is no such choice.
-        FileError: the file cannot be read, or states an impossible value.
-    """
+    samples. Nor is ``max_new_tokens``: the length belongs to the request. The choice "none" takes nothing. A GGUF file
+    is opened if it is not given. Raises OptionError: there is no such choice; FileError: the file cannot be read, or
+    states an impossible value."""
     check_choice(choice)
     if choice == "none":
         return StatedSampling()
@@ -115,16 +104,8 @@ def values_text(sampling: Mapping[str, Any]) -> str:
 
 def generation_config_file(spec: ModelSpec) -> Path | None:
     """The file of a checkpoint, if it has one."""
-    if spec.gguf is not None:
-        return None
-    if spec.path is not None:
-        path = spec.path / _GENERATION_CONFIG
-        return path if path.is_file() else None
-    from huggingface_hub import hf_hub_download
-
-    # It has none; or the hub cannot be reached, and what is missing of the model is reported where it is loaded.
-    with contextlib.suppress(Exception):
-        return Path(hf_hub_download(str(spec.hub), _GENERATION_CONFIG))
+    with contextlib.suppress(Exception):  # of the hub: what is missing of the model is reported where it is loaded
+        return None if spec.gguf is not None else spec.file(_GENERATION_CONFIG)
     return None
 
 

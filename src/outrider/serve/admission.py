@@ -39,17 +39,9 @@ async def arrival(ticket: Ticket) -> tuple[int, Any] | None:
 
 
 class Admission:
-    """The state of the server, and the accepted requests that have not ended.
-
-    Args:
-        most_rows: maximum rows, running or waiting.
-        most_of_one: maximum for one client; None leaves a quarter to others.
-        tickets: of accepted requests, and of other work.
-        retry_after_s: estimates when there will be room.
-
-    Attributes:
-        unsent: bytes of answers that are being sent, by client.
-    """
+    """The state of the server, and the tickets of accepted requests and other work that have not ended. There are
+    limits of rows, running or waiting, in all and of one client (None leaves a quarter to others). ``unsent`` has the
+    bytes of answers that are being sent, by client."""
 
     def __init__(
         self, most_rows: int, most_of_one: int | None, tickets: Set[Ticket], retry_after_s: Callable[[], int]

@@ -40,11 +40,6 @@ class Answer(ABC):
     Attributes:
         prompt_ids, prompt_texts: of each prompt; texts with ``echo`` alone.
         jobs: one per choice, ``n`` per prompt in turn; none if only the prompt is requested.
-        tokens: texts of single tokens.
-        new_parser: makes the parser of one output.
-        tool_format: how the model writes calls, if that is known.
-        splits_thoughts: thoughts are no content.
-        ticket: set when the rows are queued.
         scored: tokens of each prompt but the first, if their log-probabilities are requested.
     """
 

@@ -77,11 +77,9 @@ class ServedModel:
     """Takes requests and delivers chunks. Call all methods from the event loop.
 
     Attributes:
-        names: the model's names for clients; responses use the first.
+        names: the model's names for clients, at least one; responses use the first.
         decoder, capacity, schedule, fingerprint: set once the model is loaded; the decoder's models have names for
             clients.
-        session: runs the engine.
-        admission: the state of the server, and accepted requests.
         error: the reason of a failure.
     """
 

@@ -24,12 +24,8 @@ _FIRST_KEY = re.compile(r'\s*{\s*"(?:name|type|id|arguments|parameters)"\s*:')
 
 
 class OutputParser:
-    """Parser of one output with thoughts, calls, or both.
-
-    Args:
-        parts: thoughts and content of each chunk to come (see ``RowText``).
-        has_content: if false, text outside calls is the beginning of a call that was cut.
-    """
+    """Parser of one output with thoughts, calls, or both, from the parts of each chunk to come (see ``RowText``).
+    Without content, text outside calls is the beginning of a call that was cut."""
 
     def __init__(self, parts: deque[list[Piece]], calls: CallParser | None = None, *, has_content: bool = True) -> None:
         self._parts, self._calls, self._has_content = parts, calls, has_content
@@ -201,12 +197,8 @@ class CallParser:
 
 class CallReader:
     """Reads one call, a JSON object with a name and arguments. The arguments are passed on while they are still being
-    written, if the name comes first; else once the object is complete.
-
-    Args:
-        number: of the call.
-        names: of the tools; an object with another name is no call. None: any name.
-        name: known already: the text is the arguments alone.
+    written, if the name comes first; else once the object is complete. An object whose name is none of the tools' is no
+    call. If the name is known already, the text is the arguments alone.
 
     Attributes:
         is_done: the object is complete.

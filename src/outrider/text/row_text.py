@@ -22,9 +22,7 @@ class RowText:
 
     Args:
         detokenizer: None if there are only ids, no text.
-        eos_ids: tokens that end the row; they have no text.
-        stop: strings that end the row and are not part of its text.
-        stop_ids: more tokens that end the row; they have no text either.
+        eos_ids, stop_ids, stop: tokens and strings that end the row; they have no text, and are not part of its text.
         min_tokens: stop strings that are complete by then do not end the row.
         includes_stop: the token or string that ends the row is part of its text.
         thoughts: splits off the thoughts of this row; None if all of its text is content.
