@@ -121,7 +121,11 @@ def _load_planned(job: _Job, file: GgufFile | None) -> tuple[NativeForward, Back
             else:
                 num_digits, needs_blocks = quantize.num_digits_of(placed.quantization), placed.quantization != "none"
                 model, copies = planned_file(job.spec, file, num_digits, needs_blocks=needs_blocks)
-            return NativeForward(model), copies
+            forward, config = NativeForward(model), vars(model.config)
+            stated = config.get("vocab_size"), config.get("hidden_size")
+            if stated != (forward.vocab_size, forward.width) or not isinstance(context_len(model.config), int):
+                raise NotPlanned("its configuration states other sizes than its weights have")
+            return forward, copies
     except NotPlanned as reason:
         _LOG.info("%s is loaded by Transformers: %s", job.name, reason)
         return None

@@ -33,7 +33,7 @@ class Forward(Protocol):
 
     @property
     def weights(self) -> Any:
-        """The same module, or a model without code; it has ``parameters()``, ``state_dict()`` and ``config``."""
+        """This module, or a model without code, which has ``parameters()``, ``state_dict()`` and ``config``."""
 
     @property
     def device(self) -> torch.device:
