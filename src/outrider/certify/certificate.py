@@ -21,8 +21,7 @@ class Dependence:
     """Test of dependence between pairs of tokens of one kind.
 
     Attributes:
-        test: name of the test that these pairs belong to.
-        pairs: the kind.
+        test, pairs: name of the test that these pairs belong to, and the kind.
         z: z-score of the summed products of their ranks.
         detectable: smallest share of tokens drawn with their partner's random number that is detected with
             probability 0.99; None if even full reuse would be missed.
@@ -35,13 +34,6 @@ class Dependence:
     detectable: float | None
 
 
-REUSE = {  # test of dependence -> where it detects reused random numbers
-    "rank-by-distance": "within a sequence, a few places on",
-    "rank-by-round-before": "in the next round",
-    "rank-by-sequence": "in another sequence",
-}
-
-
 @dataclass(frozen=True, slots=True)
 class StatisticalReport:
     """Results of the statistical layer.
@@ -50,14 +42,13 @@ class StatisticalReport:
         num_forbidden: tokens with p = 0; a single one raises an alarm.
         num_at_edge: tokens at the edge of a filter, where rounding decides; not tested.
         alpha: mean of sum min(p, q) over the tokens.
-        detectable: smallest total variation that the score test detects with probability 0.99.
-        wanted: requested limit of detection, if any.
+        detectable, wanted: smallest total variation that the score test detects with probability 0.99; the requested
+            one, if any.
         num_tokens_needed: tokens that would make ``wanted`` (by default: the draft's distribution) detectable; None if
             it is already, or if no number suffices.
         estimate, estimate_std: deviation towards the draft in total variation, estimated from the score, and its
             standard error; None if no token distinguishes the two.
         surprise_excess: mean of -log p less the entropy, in nats (both clipped as in outrider.certify.observed).
-        dependence: tests for shared random numbers, by kind of pairs.
         places: number of tokens and z of the score for each place in a round; empty if rounds are unknown.
     """
 
@@ -89,10 +80,13 @@ class StatisticalReport:
     def reuse_limits(self) -> Iterator[tuple[str, float]]:
         """Yield each place of reuse with the smallest share of tokens that is detected for every kind of pairs. Skips
         tests without pairs, and tests with an undetectable kind."""
-        for test, where in REUSE.items():
+        for test, where in (
+            ("rank-by-distance", "within a sequence, a few places on"),
+            ("rank-by-round-before", "in the next round"),
+            ("rank-by-sequence", "in another sequence"),
+        ):
             shares = [kind.detectable for kind in self.dependence if kind.test == test and kind.num_pairs]
-            known = [share for share in shares if share is not None]
-            if known and len(known) == len(shares):
+            if shares and (known := [share for share in shares if share is not None]) == shares:
                 yield where, max(known)
 
 
@@ -101,7 +95,6 @@ class ControlReport:
     """Result of a control: a deliberate mistake in the loop.
 
     Attributes:
-        name, about: of the control.
         excuse: why it is ineffective here: it was not run, or its output is too close to the correct one.
         num_tokens: tokens tested until it was detected, or all.
         by, p: test with the smallest p, and that p.
@@ -142,11 +135,10 @@ class Certificate:
     @property
     def verdict(self) -> Literal["passed", "failed", "inconclusive"]:
         """``failed`` on any deviation, ``inconclusive`` if a mistake might have gone undetected."""
-        is_alarm = self.statistical is not None and self.statistical.is_alarm
-        is_exact = self.exact is None or self.exact.is_ok
-        if is_alarm or not is_exact or not all(one.is_ok for one in self.greedy):
+        statistical, exact = self.statistical, [] if self.exact is None else [self.exact]
+        if (statistical is not None and statistical.is_alarm) or not all(one.is_ok for one in (*exact, *self.greedy)):
             return "failed"
-        is_enough = self.statistical is None or self.statistical.is_enough
+        is_enough = statistical is None or statistical.is_enough
         is_sensitive = is_enough and all(one.is_ok for one in self.controls)
         return "passed" if is_sensitive and not self.is_idle else "inconclusive"
 

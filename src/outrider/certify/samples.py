@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from scipy import stats
@@ -54,11 +55,8 @@ class SampledText:
 
 
 def check_samples(samples: Sequence[SampledText], vocab_size: int, context_len: int) -> None:
-    """Reject samples that cannot be scored, before the work begins.
-
-    Raises:
-        PromptError: one is empty, too long, or has ids beyond the vocabulary.
-    """
+    """Check before the work that samples can be scored. Raises PromptError: one is empty, too long, or has ids beyond
+    the vocabulary."""
     for one in samples:
         whole, where = (*one.prompt_ids, *one.token_ids), f"line {one.line}"
         if not one.prompt_ids or not one.token_ids:
@@ -76,16 +74,16 @@ def end_token(target: LM, one: SampledText, ends: Collection[int], seed: int) ->
     Args:
         seed: of the tests.
     """
-    first, *others = sorted(ends)
-    if not others:
-        return first
+    ids = sorted(ends)
+    if len(ids) == 1:
+        return ids[0]
     text = (*one.prompt_ids, *one.token_ids)
     settings = Settings.of([one.sampling], target.vocab_size, target.device)
-    (forced,) = force(target, [Text((*text, first), len(text), len(one.prompt_ids))], [settings])
-    probs = forced.probs(settings)[0, [first, *others]].double().cpu().numpy()
+    (forced,) = force(target, [Text((*text, ids[0]), len(text), len(one.prompt_ids))], [settings])
+    probs = forced.probs(settings)[0, ids].double().cpu().numpy()
     if not probs.sum():  # all are forbidden
-        return first
-    return int(np.random.default_rng([seed, one.line]).choice([first, *others], p=probs / probs.sum()))
+        return ids[0]
+    return int(np.random.default_rng([seed, one.line]).choice(ids, p=probs / probs.sum()))
 
 
 def level_of_kept(level: float, num_kept: int, num_left_out: int) -> float:
@@ -128,8 +126,7 @@ def judge(
         The report; and that of the control, if there is one.
     """
     num_pilots = max(1, round(_PILOT_SHARE * len(samples)))
-    num_tested = len(samples) - num_pilots
-    assert num_tested > 0
+    assert num_pilots < len(samples)
     prompts = {ids: index for index, ids in enumerate(dict.fromkeys(one.prompt_ids for one in samples))}
     groups: list[tuple[Sampling, list[GeneratedText]]] = []
     for index, one in enumerate(samples):
@@ -140,19 +137,16 @@ def judge(
         group.append(text)
 
     def observed(indices: range, share: float = 0.0) -> ObservedTokens:
-        parts = []
-        for sampling, group in groups:
-            how, texts = (target, drafter, sampling), [text for text in group if text.index in indices]
-            for begin in range(0, len(texts), batch_size):
-                batch = texts[begin : begin + batch_size]
-                parts.append(observe(*how, batch, seed=seed, batch_size=batch_size, implanted=share))
-                on_texts(0 if share else len(batch))
-        return join(parts)
+        how: dict[str, Any] = {"seed": seed, "batch_size": batch_size, "implanted": share}
+        parts = [(sampling, [text for text in group if text.index in indices]) for sampling, group in groups]
+        told = (lambda done: None) if share else on_texts
+        return join([observe(target, drafter, *part, on_texts=told, **how) for part in parts if part[1]])
 
-    pilot, tested = observed(range(num_pilots)), observed(range(num_pilots, len(samples)))
-    num_tokens = len(pilot) * num_tested // num_pilots  # not len(tested), which may depend on the tokens
+    tests = range(num_pilots, len(samples))
+    pilot, tested = observed(range(num_pilots)), observed(tests)
+    num_tokens = len(pilot) * len(tests) // num_pilots  # not len(tested), which may depend on the tokens
     design = Design.of(pilot, num_tokens, level, len(prompts), has_rounds=False)
-    report = design.report(tested, level, num_tested, wanted)
+    report = design.report(tested, level, len(tests), wanted)
     # Forbidden tokens cannot occur by chance, not even in the pilot.
     report = replace(
         report,
@@ -162,7 +156,7 @@ def judge(
     if report.is_alarm or report.detectable is None:
         return report, []
     share = min(1.0, _IMPLANTED * report.detectable / (1 - report.alpha))
-    by = min(design.tests(observed(range(num_pilots, len(samples)), share), level), key=lambda one: one.p)
+    by = min(design.tests(observed(tests, share), level), key=lambda one: one.p)
     source = "a sharper distribution" if drafter.most_drafted == 0 else "the draft"
     about = f"{share:.1%} of the tokens drawn from {source}"
     needed = None if by.is_alarm else 2 * len(tested)
@@ -171,8 +165,7 @@ def judge(
 
 def num_repeats(samples: Sequence[SampledText]) -> int:
     """Number of samples equal to an earlier one of the same prompt."""
-    texts = [(one.prompt_ids, one.token_ids) for one in samples]
-    return len(texts) - len(set(texts))
+    return len(samples) - len({(one.prompt_ids, one.token_ids) for one in samples})
 
 
 def judge_greedily(
@@ -181,17 +174,13 @@ def judge_greedily(
     batch_size: int,
     plain: Sequence[Sequence[int]] | None = None,
 ) -> GreedyReport:
-    """Compare greedy samples with plain decoding. Differences carry the line number in place of the prompt's index.
-
-    Args:
-        plain: texts to compare with; None for plain decoding by the target itself.
-    """
+    """Compare greedy samples with these texts, by default with plain decoding by the target itself. Differences carry
+    the line number in place of the prompt's index."""
     requests = []
     for one in samples:
         sampling = replace(one.sampling, temperature=0.0, max_new_tokens=len(one.token_ids), seed=0)
         requests.append(Request(one.prompt_ids, sampling, RowText(None, (), ())))
     if plain is None:
         plain = plain_texts(target, REJECTION, requests, batch_size)
-    texts = [one.token_ids for one in samples]
-    found = against_plain(target, requests, plain, texts, num_draft_tokens=None)
+    found = against_plain(target, requests, plain, [one.token_ids for one in samples], None)
     return replace(found, differences=[replace(one, prompt=samples[one.prompt].line) for one in found.differences])

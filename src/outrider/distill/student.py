@@ -50,7 +50,7 @@ def read_target(
     """Logits of a target after each token, and its hidden states: [B, T] -> [B, T, D], [B, T, F]
 
     Args:
-        features: the hidden states; index i is the input of decoder layer i.
+        features: index i is the input of decoder layer i.
         token_ids: the tokens whose logits are wanted; None for all. D numbers
     """
     with torch.no_grad(), recorded_states(target.model, features) as found:
@@ -64,7 +64,6 @@ class Student(ABC):
     """A draft in training.
 
     Attributes:
-        target: what it is trained for.
         module: what the trainer runs, trains and stores, in float32; it takes ``input_ids`` [B, T].
         later: weight of the loss at a drafted token, over that at the one before it: rounds often end before them.
     """
@@ -75,11 +74,7 @@ class Student(ABC):
 
     @abstractmethod
     def pairs(self, outputs: Any, ids: Tensor) -> Sequence[Pair]:
-        """Logits of the target and of the draft at the same positions.
-
-        Args:
-            outputs: of the module.
-            ids: what it was given. [B, T]
+        """Logits of the target and of the draft at the same positions, from the outputs of the module for ids [B, T].
 
         Returns:
             [B, T', D] and [B, T', D], for the first drafted token of a round, the second, ...; for a draft that reads
@@ -92,14 +87,8 @@ class Student(ABC):
 
     @abstractmethod
     def alphas(self, drafter: Drafter, texts: Sequence[Text]) -> tuple[Interval, ...]:
-        """alpha on texts, for the first drafted token of a round, the second, ... as in ``pairs``.
-
-        Args:
-            drafter: from ``as_stored``.
-
-        Raises:
-            NumericsError: there is no distribution at some position.
-        """
+        """alpha of a drafter from ``as_stored`` on texts, for the first drafted token of a round, the second, ... as in
+        ``pairs``. Raises NumericsError: there is no distribution at some position."""
 
     @abstractmethod
     def save(self, folder: Path, dtype: torch.dtype) -> None:
@@ -215,21 +204,19 @@ def kept_layers(num_target_layers: int, num_layers: int) -> list[int]:
 
 def new_draft(target_config: Any, shape: Shape, seed: int) -> Any:
     """Create a draft with random weights, in float32."""
+    config = draft_config(target_config, shape)
     with torch.random.fork_rng(devices=[]):  # weights are created on the CPU
         torch.manual_seed(seed)
-        config = draft_config(target_config, shape)
         return auto_class("the draft", config).from_config(config, dtype=torch.float32, trust_remote_code=False)
 
 
 @torch.no_grad()
 def copy_slices(target: Any, draft: Any) -> None:
-    """Initialise from the target: the leading part of every weight, from some of its layers.
+    """Initialise from the target: the leading part of every weight, from some of its layers. Raises OptionError: some
+    of the target's weights cannot be sliced.
 
     The leading features and heads of the target become those of the draft. That is not a good model, but a better start
     than random weights (its embeddings relate to each other like the target's).
-
-    Raises:
-        OptionError: some of the target's weights cannot be sliced.
     """
     source = widened_weights(target)
     num_target = target.config.get_text_config(decoder=True).num_hidden_layers
@@ -238,11 +225,10 @@ def copy_slices(target: Any, draft: Any) -> None:
     for name, weight in draft.state_dict().items():
         match = _LAYER.match(name)
         whole = source.get(name if match is None else f"{match[1]}{layers[int(match[2])]}{match[3]}")
-        is_fused = any(part in name for part in _FUSED) and whole is not None and whole.shape != weight.shape
-        fits = whole is not None and whole.is_floating_point() and whole.ndim == weight.ndim
-        if whole is None or is_fused or not fits or any(a < b for a, b in zip(whole.shape, weight.shape, strict=True)):
-            raise OptionError(
-                "init", "target", f"{type(target).__name__} has nothing to copy for the draft's {name}: use scratch"
-            )
-        parts[name] = whole[tuple(slice(size) for size in weight.shape)]
+        part = None if whole is None else whole[tuple(slice(size) for size in weight.shape[: whole.ndim])]
+        is_fused = any(fused in name for fused in _FUSED) and whole is not None and whole.shape != weight.shape
+        if part is None or is_fused or not part.is_floating_point() or part.shape != weight.shape:
+            kind = type(target).__name__
+            raise OptionError("init", "target", f"{kind} has nothing to copy for the draft's {name}: use scratch")
+        parts[name] = part
     draft.load_state_dict(parts)

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from outrider.cli.shared.findings import report_findings, show_findings
+from outrider.cli.shared.findings import report_findings
 from outrider.cli.shared.flat import flat
 from outrider.cli.shared.options import (
     DEFAULT_SIGNIFICANCE,
@@ -37,7 +37,6 @@ from outrider.system.files import short_names
 
 _option = partial(typer.Option, rich_help_panel="Statistics")
 _DEFAULT_BUDGET = "5m"
-_UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
 @flat
@@ -122,31 +121,20 @@ def certify(
     total = None if job.is_greedy else num_tokens * (1 + len(CONTROLS))
     with progress(f"generating {'' if job.is_greedy else 'with the draft, and '}with mistakes", total) as advance:
         certificate = judge(job, pilot, num_tokens, checks=checks, wanted=detect_tv, on_tokens=advance)
-    settings = options_json(
-        pair,
-        options,
-        draft=[draft],
-        num_draft_tokens=k,
-        prompts=prompts,
-        significance=significance,
-        budget=budget,
-        detect_tv=detect_tv,
-        num_tokens=num_tokens,
-        batch_size=batch_size,
-        **template.to_json(),
-    )
+    more: dict[str, Any] = {"draft": [draft], "num_draft_tokens": k, "prompts": prompts, "significance": significance}
+    more |= {"budget": budget, "detect_tv": detect_tv, "num_tokens": num_tokens, "batch_size": batch_size}
+    settings = options_json(pair, options, **more, **template.to_json())
     body = certificate.to_json() | {"weights": weights, "prompts_sha256": sha256_of(job.prompts)}
     document = make_document("certify", settings, body, decoder)
     names = " with ".join(short_names([decoder.target.name, decoder.drafter.name]))
-    how = f"K = {decoder.num_draft_tokens}, temperature {job.sampling.temperature:g}"
+    title = f"{names}, {decoder.acceptance}, K = {decoder.num_draft_tokens}, temperature {job.sampling.temperature:g}"
     about: dict[str, Any] = {"word": "CERTIFIED", "towards": "the draft", "unit": "prompt", "level": job.level}
-    about |= {"title": f"{names}, {decoder.acceptance}, {how}", "tokenizer": decoder.tokenizer}
-    show = partial(show_findings, certificate=certificate, **about)
-    report_findings(certificate, document, json_target, html, show)
+    shown = [(title, certificate, ())]
+    report_findings(shown, document, json_target, html, tokenizer=decoder.tokenizer, **about)
 
 
 def _seconds(text: str) -> float:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([smh]?)\s*", text)
     if not match or float(match[1]) == 0:
         raise OptionError("--budget", text, "give a time, like 90s or 5m")
-    return float(match[1]) * _UNITS[match[2]]
+    return float(match[1]) * {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}[match[2]]
