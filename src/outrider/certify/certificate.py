@@ -135,8 +135,9 @@ class Certificate:
     @property
     def verdict(self) -> Literal["passed", "failed", "inconclusive"]:
         """``failed`` on any deviation, ``inconclusive`` if a mistake might have gone undetected."""
-        statistical, exact = self.statistical, [] if self.exact is None else [self.exact]
-        if (statistical is not None and statistical.is_alarm) or not all(one.is_ok for one in (*exact, *self.greedy)):
+        statistical = self.statistical
+        is_alarm = statistical is not None and statistical.is_alarm
+        if is_alarm or not (self.exact is None or self.exact.is_ok) or not all(one.is_ok for one in self.greedy):
             return "failed"
         is_enough = statistical is None or statistical.is_enough
         is_sensitive = is_enough and all(one.is_ok for one in self.controls)

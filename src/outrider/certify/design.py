@@ -46,7 +46,7 @@ def _kinds_of(observed: ObservedTokens, kinds: str) -> evidence.Integers:
     """Kind of each token, by the end of a test's name. [n]"""
     places = observed["places"]
     last = np.arange(len(observed)) - places - 1  # of the previous round
-    found = {
+    found: dict[str, evidence.Integers] = {
         "": np.zeros(len(observed), np.int64),
         "place": places,
         # Tokens accepted in the previous round; -1 in a first round.

@@ -195,7 +195,7 @@ def distill(
     console.print(f"Draft: {output}{vocab}", markup=False)
     if processes.is_main_process:
         options |= {"device": device, "threads": threads, "allow_pickle": allow_pickle}
-        body = {"checks": [asdict(check) for check in checks], "best": asdict(best)}
+        body: dict[str, Any] = {"checks": [asdict(check) for check in checks], "best": asdict(best)}
         body |= {"num_params": num_params, "num_held_out": len(held_out)}
         for path in (json_target, str(output / "distill.json")):
             write_json(path, "distill", options, body, lm)

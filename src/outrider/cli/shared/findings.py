@@ -61,8 +61,8 @@ def _show_findings(
             limit = (
                 f"A deviation towards {towards} of {least:.2%} or more, in total variation, would have been detected"
             )
-        numbers = f"{statistical.num_tokens} tokens in {statistical.num_texts} samples."
-        console.print(f"{numbers} {limit} with 99% probability.")
+        size = f"{statistical.num_tokens} tokens in {statistical.num_texts} samples."
+        console.print(f"{size} {limit} with 99% probability.")
         for where, share in statistical.reuse_limits():
             depends = f"if {share:.0%} of the tokens or more depend on them"
             console.print(f"So would random numbers reused {where}, {depends}.")
