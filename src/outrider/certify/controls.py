@@ -50,11 +50,6 @@ def _replace_last(target_probs: Tensor, draft: Draft, noise: RoundUniforms) -> V
     return dataclasses.replace(verdict, num_accepted=verdict.num_accepted - is_full.long())
 
 
-def _draw_argmax(draft_rows: Probs, uniform: Tensor) -> Tensor:
-    """Draft the argmax, but report the softmax as q."""
-    return full(draft_rows).argmax(dim=-1)
-
-
 def _draw_filtered(draft_rows: Probs, uniform: Tensor) -> Tensor:
     """Draft from the top two tokens, but report the unfiltered row as q."""
     rows = full(draft_rows)
@@ -146,7 +141,7 @@ ACCEPT_ALL = _wrong("accept-all", verify=_verify_by(lambda p, draft, noise: torc
 # Reseeding inside the acceptance loop: all accept decisions, and the draw, use the same number.
 RESEEDED = _wrong("reseeded", verify=_verify_by(lambda p, draft, noise: noise.next[:, None]))
 REPLACE_LAST = _wrong("replace-last", verify=_replace_last)
-ARGMAX_DRAFTS = _wrong("argmax-drafts", draw=_draw_argmax)
+ARGMAX_DRAFTS = _wrong("argmax-drafts", draw=lambda rows, uniform: full(rows).argmax(dim=-1))  # q is the softmax
 FILTERED_DRAFTS = _wrong("filtered-drafts", draw=_draw_filtered)
 BLOCK_BY_POSITION = dataclasses.replace(BLOCK, name="block-by-position", make_noise=_make_position_noise)
 REUSED = _wrong("reused", make_noise=_noise_of(_reused))

@@ -46,7 +46,6 @@ class Divergence:
 
     Attributes:
         prompt: index of the prompt, or of the sequence if each has its own.
-        position: index in the output.
         plain_id, other_id: the tokens there; None after the end of a sequence.
         margin: score of the plain token less that of the other, fed token by token. The score is the log-probability
             before filters, plus the noise, if any; None unless there are two tokens to compare.
@@ -88,10 +87,8 @@ class GreedyReport:
 
 def first_difference(plain: Sequence[int], other: Sequence[int]) -> int | None:
     """Index of the first difference; None if equal."""
-    for index, (a, b) in enumerate(zip(plain, other, strict=False)):
-        if a != b:
-            return index
-    return None if len(plain) == len(other) else min(len(plain), len(other))
+    end = None if len(plain) == len(other) else min(len(plain), len(other))
+    return next((index for index, (a, b) in enumerate(zip(plain, other, strict=False)) if a != b), end)
 
 
 def plain_texts(target: LM, rule: Rule, requests: Sequence[Request], num_slots: int) -> list[list[int]]:
@@ -103,12 +100,15 @@ def plain_texts(target: LM, rule: Rule, requests: Sequence[Request], num_slots: 
     return texts
 
 
+Texts = Sequence[Sequence[int]]
+"""Token ids of outputs, one for each request."""
+
+
 def compare_texts(
     decoder: Decoder,
     given: Sequence[tuple[Prompt, Mapping[str, Any]]],
-    plain: Sequence[Sequence[int]],
-    texts: Sequence[Sequence[int]],
-    *,
+    plain: Texts,
+    texts: Texts,
     explains: bool = True,
 ) -> GreedyReport:
     """Compare outputs of a decoder with those of its target alone: of prompts, each with its options; see
@@ -118,31 +118,25 @@ def compare_texts(
 
 
 def against_plain(
-    target: LM,
-    requests: Sequence[Request],
-    plain: Sequence[Sequence[int]],
-    texts: Sequence[Sequence[int]],
-    num_draft_tokens: int | None,
-    *,
-    explains: bool = True,
+    target: LM, requests: Sequence[Request], plain: Texts, texts: Texts, k: int | None, explains: bool = True
 ) -> GreedyReport:
     """Compare outputs with those of plain decoding, and explain differences.
 
     Args:
-        requests: of all outputs; unused ones (they hold state).
-        plain, texts: output of plain decoding, and outputs to compare, one for each request.
-        num_draft_tokens: K of ``texts``; None for those of another system.
+        requests: unused ones (they hold state).
+        plain, texts: output of plain decoding, and outputs to compare.
+        k: K of ``texts``; None for those of another system.
         explains: else differences are found only, which cannot fail.
     """
     promise, differences = target.same_bytes, []
-    if num_draft_tokens is None:
+    if k is None:
         promise = "not promised (another system)"
     elif promise == PROMISED and any(one.media is not None for one in requests):
         promise = OF_IMAGES
     for index, (one, right, text) in enumerate(zip(requests, plain, texts, strict=True)):
         found = _unexplained(index, right, text)
         if explains and found is not None:
-            given = index, one.prompt_ids, right, text, one.sampling, num_draft_tokens, one.constraint
+            given = index, one.prompt_ids, right, text, one.sampling, k, one.constraint
             found = explain(target, *given)
         differences += [] if found is None else [found]
     has_noise = any(one.sampling.temperature > 0 for one in requests)

@@ -100,12 +100,8 @@ class Bet:
 
     @classmethod
     def for_sample(cls, like: Increments, num_tokens: float, level: float) -> Bet:
-        """The stake that needs the smallest sum of X to reach 1/level.
-
-        Args:
-            like: tokens like those to come; a stake of 0 if X never varies among them.
-            num_tokens: about how many will follow.
-        """
+        """The stake that needs the smallest sum of X to reach 1/level with about ``num_tokens`` tokens like the given
+        ones; 0 if X never varies among them."""
         if not like.moments.any():
             return cls(0.0)
         guess = math.sqrt(2 * math.log(2 / level) / (num_tokens * float(like.moments[0].mean())))

@@ -76,12 +76,11 @@ class GeneratedText:
 class ObservedTokens:
     """n tokens, sequence by sequence: columns of a number for each.
 
-    - ``pits``: probability integral transforms, uniform if the tokens follow p;
     - ``is_forbidden``, ``is_at_edge``: p is 0 at the token, and rounding cannot explain it; or it may (not tested);
     - ``places``, ``rounds``, ``positions``: place in the round; round in the sequence; index in the output;
     - ``texts``, ``prompts``, ``slots``, ``steps``: of the sequence; its prompt; cache slot; step of the loop;
     - ``lengths``: tokens before it, prompt included;
-    - those of ``statistics_of``, by ``statistic`` and ``drift``.
+    - those of ``statistics_of``.
     """
 
     columns: Mapping[str, NDArray[Any]]
@@ -122,7 +121,7 @@ def observe(
     """Compute the statistics of sequences under the target's own distribution with ``sampling``.
 
     Args:
-        written: generated sequences, not longer than the context of the target.
+        written: not longer than the context of the target.
         seed: for the w of the probability integral transforms.
         new_constraint: creates the constraint that was enforced.
         num_draft_tokens: K of the rounds, for drafters that need forcing.
@@ -131,8 +130,7 @@ def observe(
     """
     assert written and sampling.temperature > 0, "greedy rows have no randomness"
     groups: list[dict[str, Tensor]] = []
-    for begin in range(0, len(written), batch_size):
-        group = written[begin : begin + batch_size]
+    for group in (written[begin : begin + batch_size] for begin in range(0, len(written), batch_size)):
         texts = [Text((*one.prompt_ids, *one.token_ids), len(one.prompt_ids)) for one in group]
         # By sequence and token, so that they do not depend on the batch: w, and two numbers for a token drawn from q.
         spread = [np.random.default_rng([seed, one.index]).random((3, len(one.token_ids))) for one in group]
@@ -241,12 +239,10 @@ def statistics_of(p: Tensor, q: Tensor, ids: Tensor, uniforms: Tensor) -> dict[s
     for name, x in (("score", ratio), ("likelihood", surprise), ("rank", rank)):
         x = torch.where(is_allowed, x - (p * x).sum(1, keepdim=True), 0.0)
         x = torch.where(x.amax(1, keepdim=True) - x.amin(1, keepdim=True) < 1e-9, 0.0, x)  # smaller ranges are rounding
-        columns[f"{name}_values"] = x.gather(1, at)[:, 0]
-        for power in (2, 3, 4):
-            columns[f"{name}_m{power}"] = (p * x**power).sum(1)
-        columns[f"{name}_lows"], columns[f"{name}_highs"] = -x.amin(1), x.amax(1)
+        columns |= {f"{name}_m{power}": (p * x**power).sum(1) for power in (2, 3, 4)}
+        columns |= {f"{name}_values": x.gather(1, at)[:, 0], f"{name}_lows": -x.amin(1), f"{name}_highs": x.amax(1)}
         if name == "score":
-            columns["drift"], columns["drift_m2"] = (q * x).sum(1), (q * x**2).sum(1)
+            columns |= {"drift": (q * x).sum(1), "drift_m2": (q * x**2).sum(1)}
     return columns
 
 

@@ -23,7 +23,7 @@ from typing import Any
 from outrider.certify.certificate import NEGLIGIBLE_TV, Certificate, ControlReport
 from outrider.certify.controls import CONTROLS, Control
 from outrider.certify.design import Design, num_tests
-from outrider.certify.divergence import GreedyReport, against_plain, first_difference, plain_texts
+from outrider.certify.divergence import GreedyReport, Texts, against_plain, first_difference, plain_texts
 from outrider.certify.evidence import Finding, rate_bound, tokens_needed, tokens_to_alarm
 from outrider.certify.exact import ExactReport, check_exactly
 from outrider.certify.observed import GeneratedText, ObservedTokens, UnenforcedConstraint, join, observe
@@ -52,9 +52,7 @@ class CertifyTask:
     """Pair, options and prompts to certify.
 
     Attributes:
-        decoder: with its draft, rule and K.
         sampling: without a seed.
-        prompts: token ids of each.
         level: probability of a false alarm of the statistical layer.
         seed: base seed; sequence i gets seed + i.
     """
@@ -191,32 +189,20 @@ class TokenSample:
             batch = [replace(one, first_step=first + one.first_step) for one in generated]
             self._next_text = texts.stop
             self._next_step = 1 + max(one.first_step + int(one.rounds[-1]) for one in batch)
-            part = observe(
-                job.decoder.target,
-                job.decoder.drafter,
-                job.effective_sampling,
-                batch,
-                seed=job.seed,
-                batch_size=job.batch_size,
-                new_constraint=job.new_constraint,
-                num_draft_tokens=job.num_draft_tokens,
-            )
+            how: dict[str, Any] = {"seed": job.seed, "batch_size": job.batch_size}
+            how |= {"new_constraint": job.new_constraint, "num_draft_tokens": job.num_draft_tokens}
+            pair = job.decoder.target, job.decoder.drafter
+            self._parts.append(observe(*pair, job.effective_sampling, batch, **how))
             self.written += batch
-            self._parts.append(part)
 
 
 @dataclass(frozen=True, slots=True)
 class Pilot:
-    """Pilot run, whose tokens are not tested.
-
-    Attributes:
-        observed: None at temperature 0.
-        seconds: per token, to generate and score it.
-    """
+    """Pilot run, whose tokens are not tested."""
 
     written: Sequence[GeneratedText]
-    observed: ObservedTokens | None
-    seconds: float
+    observed: ObservedTokens | None  # None at temperature 0
+    seconds: float  # per token, to generate and score it
 
     def num_tokens_for(self, budget_s: float) -> int:
         return max(LEAST_NUM_TOKENS, int(_BUDGET_SHARE * budget_s / self.seconds))
@@ -240,9 +226,8 @@ def run_pilot(job: CertifyTask) -> Pilot:
     first = _PILOT_TEXTS + (job.batch_size if job.decoder.target.execution.is_prepared else 1)
     generate_texts(job, range(_PILOT_TEXTS, first))
     began = time.perf_counter()
-    observed = None
     if job.is_greedy:
-        written = generate_texts(job, range(first, first + job.batch_size))
+        observed, written = None, generate_texts(job, range(first, first + job.batch_size))
     else:
         sample = TokenSample(job, first_text=first)
         observed, written = sample.first(NUM_PILOT_TOKENS), sample.written
@@ -277,7 +262,7 @@ def _plain(job: CertifyTask) -> list[list[int]]:
     return plain_texts(job.decoder.target, RULES[job.decoder.acceptance], requests, job.batch_size)
 
 
-def check_greedily(job: CertifyTask, plain: Sequence[Sequence[int]], control: Control | None = None) -> GreedyReport:
+def check_greedily(job: CertifyTask, plain: Texts, control: Control | None = None) -> GreedyReport:
     """Compare the output for all prompts with plain decoding."""
     indices = range(len(job.prompts))
     texts = [one.token_ids for one in generate_texts(job, indices, control)]
@@ -377,14 +362,13 @@ def _distance_bound(correct: Sequence[GeneratedText], written: Sequence[Generate
     return rate_bound(len(apart), sum(apart) + sum(num for index, num in at if index is None))
 
 
-def _greedy_control(job: CertifyTask, plain: Sequence[Sequence[int]], control: Control) -> ControlReport:
+def _greedy_control(job: CertifyTask, plain: Texts, control: Control) -> ControlReport:
     excuse = excuse_of(job, control)
     if excuse is not None:
         return ControlReport(control.name, control.about, excuse)
     found = check_greedily(job, plain, control)
     # Deterministic; require as many tokens as above temperature 0.
-    needed = math.ceil(rate_bound(0, 1) / NEGLIGIBLE_TV)
-    if not found.differences and found.num_tokens >= needed:
-        excuse = f"it changes none of {found.num_tokens} tokens"
-    is_caught, num_tokens = not found.is_ok, found.num_tokens
-    return ControlReport(control.name, control.about, excuse, is_caught, num_tokens, "text", num_tokens_needed=needed)
+    num, needed = found.num_tokens, math.ceil(rate_bound(0, 1) / NEGLIGIBLE_TV)
+    if not found.differences and num >= needed:
+        excuse = f"it changes none of {num} tokens"
+    return ControlReport(control.name, control.about, excuse, not found.is_ok, num, "text", num_tokens_needed=needed)

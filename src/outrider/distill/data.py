@@ -173,16 +173,10 @@ class Mixture:
 
 def pack(texts: Sequence[Text], length: int, seed: int) -> tuple[Tensor, list[Text]]:
     """Hold out some texts, and join the others, in random order, to sequences of equal length; the rest is left out. A
-    sequence may begin within a text.
-
-    Args:
-        texts: prompts with their outputs.
+    sequence may begin within a text. Raises OptionError: the texts, prompts with their outputs, are too few or short.
 
     Returns:
         [M, length], and the held-out texts, cut to ``length``: those with a prompt that leaves room for output.
-
-    Raises:
-        OptionError: the texts are too few, or too short.
     """
     order = _random(seed, "order", 0).permutation(len(texts)).tolist()
     held_out = [i for i in order if texts[i].num_given < length][: _num_held_out(len(texts))]

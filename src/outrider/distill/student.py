@@ -36,8 +36,7 @@ from outrider.runtime.modules import recorded_states
 _FUSED = ("qkv", "query_key_value", "gate_up", "c_attn", "Wqkv", "att_proj")
 _LAYER = re.compile(r"^(.*\.(?:layers|h|blocks)\.)(\d+)(\..*)$")  # weight names in most of Transformers
 
-TOKENS = "tokens.jsonl"
-"""File of the tokens that a draft model with a reduced vocabulary drafts."""
+TOKENS = "tokens.jsonl"  # file of the tokens that a draft model with a reduced vocabulary drafts
 
 Pair = tuple[Tensor, Tensor]
 Shape = tuple[int, int]
@@ -47,12 +46,8 @@ Shape = tuple[int, int]
 def read_target(
     target: LM, ids: Tensor, features: Sequence[int] = (), token_ids: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Logits of a target after each token, and its hidden states: [B, T] -> [B, T, D], [B, T, F]
-
-    Args:
-        features: index i is the input of decoder layer i.
-        token_ids: the tokens whose logits are wanted; None for all. D numbers
-    """
+    """Logits of a target after each token, of these token ids or all; and its hidden states, of which index i is the
+    input of decoder layer i. [B, T] -> [B, T, D], [B, T, F]"""
     with torch.no_grad(), recorded_states(target.model, features) as found:
         logits = target.model(input_ids=ids, use_cache=False).logits[..., : target.vocab_size].to(ids.device)
     states = [found[i].to(ids.device) for i in features]
@@ -117,12 +112,8 @@ class _FewTokens(nn.Module):
 
 
 class ModelStudent(Student):
-    """A draft model.
-
-    Args:
-        model: a Hugging Face model in float32, with the target's tokens.
-        token_ids: the tokens that it drafts, ascending; None for all. Its files have the others, too. D numbers
-    """
+    """A draft model, in float32, with the target's tokens. It drafts those of ``token_ids``, ascending, or all; its
+    files have the others, too."""
 
     def __init__(self, target: LM, model: Any, tokenizer: Any, token_ids: Tensor | None = None) -> None:
         self.target, self.module = target, model if token_ids is None else _FewTokens(model, token_ids)
@@ -171,17 +162,15 @@ def draft_config(target_config: Any, shape: Shape) -> Any:
     if getattr(config, "quantization_config", None) is not None:
         del config.quantization_config  # a draft is trained in full precision
     num_heads, num_kv = source.num_attention_heads, getattr(source, "num_key_value_heads", None)
-    config.num_hidden_layers = num_layers
-    config.hidden_size = hidden_size
+    config.num_hidden_layers, config.hidden_size = num_layers, hidden_size
     config.num_attention_heads = max(1, round(num_heads * hidden_size / source.hidden_size))
     if getattr(source, "head_dim", None) is None and hidden_size * num_heads % source.hidden_size:
         # Heads keep their size, so that they can be copied from the target.
         raise OptionError("hidden_size", hidden_size, f"a multiple of {head_size(source)}, the target's head size")
     if num_kv is not None:
         # As many query heads per key head as in the target, if divisible; otherwise one.
-        per_key = num_heads // num_kv
-        is_whole = config.num_attention_heads % per_key == 0
-        config.num_key_value_heads = config.num_attention_heads // (per_key if is_whole else 1)
+        num, per_key = config.num_attention_heads, num_heads // num_kv
+        config.num_key_value_heads = num // per_key if num % per_key == 0 else num
     if getattr(source, "intermediate_size", None) is not None:
         in_proportion = source.intermediate_size * hidden_size / source.hidden_size
         config.intermediate_size = max(16, round(in_proportion / 16) * 16)
@@ -191,15 +180,12 @@ def draft_config(target_config: Any, shape: Shape) -> Any:
 
 
 def head_size(config: Any) -> int:
-    size: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return size
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
 def kept_layers(num_target_layers: int, num_layers: int) -> list[int]:
     """Indices of the target's layers that initialise a draft: evenly spaced, including the first and the last."""
-    if num_layers == 1:
-        return [0]
-    return [round(i * (num_target_layers - 1) / (num_layers - 1)) for i in range(num_layers)]
+    return [round(i * (num_target_layers - 1) / max(1, num_layers - 1)) for i in range(num_layers)]
 
 
 def new_draft(target_config: Any, shape: Shape, seed: int) -> Any:

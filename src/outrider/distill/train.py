@@ -102,9 +102,9 @@ class Recipe:
 
     def __post_init__(self) -> None:
         budget = self.seconds if self.num_steps is None else self.num_steps
-        if (self.num_steps is None) == (self.seconds is None):
-            raise OptionError("steps", self.num_steps, "either --steps or --minutes")
+        is_one = (self.num_steps is None) != (self.seconds is None)
         for name, value, is_right, remedy in (
+            ("steps", self.num_steps, is_one, "either --steps or --minutes"),
             ("steps", budget, 0 < (budget or 0) < math.inf, "steps or minutes above 0"),
             ("loss", self.loss, self.loss in LOSSES, f"choose one of {', '.join(LOSSES)}"),
             ("batch_size", self.batch_size, self.batch_size >= 1, "a whole number >= 1"),
@@ -121,7 +121,6 @@ class Check:
     """Evaluation of the draft.
 
     Attributes:
-        seconds: of training so far.
         loss: mean since the last check; None at the beginning.
         alphas: alpha of the weights as stored, on the held-out sequences, with an interval over them: for the first
             drafted token of a round, the second, ... The last one holds for all later tokens too.
@@ -333,10 +332,10 @@ def _mean(loss_of: Loss, target_logits: Tensor, draft_logits: Tensor) -> Tensor:
     def part(p: Tensor, q: Tensor) -> Tensor:
         return loss_of(p.float(), q.float()).sum()
 
-    parts = zip(torch.split(target_logits, places, 1), torch.split(draft_logits, places, 1), strict=True)
     if places >= target_logits.shape[1]:
-        sums = [part(p, q) for p, q in parts]
+        sums = [part(target_logits, draft_logits)]
     else:
+        parts = zip(torch.split(target_logits, places, 1), torch.split(draft_logits, places, 1), strict=True)
         sums = [checkpoint_part(part, p, q, use_reentrant=False) for p, q in parts]
     return torch.stack(sums).sum() / target_logits.shape[:2].numel()
 

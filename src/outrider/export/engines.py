@@ -62,6 +62,10 @@ class DescribedModel(NamedTuple):
     most_drafted: int | None = None
 
 
+Pair = tuple[DescribedModel, DescribedModel]
+"""Target and draft."""
+
+
 def describe(spec: ModelSpec) -> DescribedModel:
     """Read configuration and tokenizer. Raises ModelError: the model is not found, or is no causal language model."""
     config = read_config(spec)
@@ -91,7 +95,7 @@ def describe_head(spec: ModelSpec, target: DescribedModel) -> DescribedModel:
     return DescribedModel(spec, config, target.tokenizer, name, target.context_len, kind, k, most)
 
 
-def check_pair(target: DescribedModel, draft: DescribedModel, context: int | None, vocab_gap: int) -> int:
+def check_pair(pair: Pair, context: int | None, vocab_gap: int) -> int:
     """Check that an engine can serve the pair. Returns the maximum length of a sequence. Raises TokenizerMismatch,
     UnsupportedModel, OptionError.
 
@@ -99,7 +103,7 @@ def check_pair(target: DescribedModel, draft: DescribedModel, context: int | Non
         context: requested maximum length of a sequence; None for the target's.
         vocab_gap: largest difference of the vocabulary sizes.
     """
-    names, sizes = (target.spec.name, draft.spec.name), (target.config.vocab_size, draft.config.vocab_size)
+    (target, draft), names, sizes = pair, [one.spec.name for one in pair], [one.config.vocab_size for one in pair]
     if draft.kind is not None and sizes[0] != sizes[1]:
         raise UnsupportedModel(f"{names[1]} is for another target: it has {sizes[1]} tokens, and {names[0]} {sizes[0]}")
     check_same_tokens(target.tokenizer, draft.tokenizer, *names)
@@ -254,14 +258,7 @@ ENGINES = {
 
 
 def write_folder(
-    output: Path,
-    engine: Engine,
-    target: DescribedModel,
-    draft: DescribedModel,
-    k: int,
-    sampling: Sampling,
-    setting: str,
-    context: int,
+    output: Path, engine: Engine, pair: Pair, k: int, sampling: Sampling, setting: str, context: int
 ) -> list[str]:
     """Write all files, and return their names, links included. Checkpoints are linked, or referred to by hub id; for
     llama.cpp a script converts them. Raises FileError.
@@ -270,6 +267,7 @@ def write_folder(
         setting: the engine's own name of the acceptance rule, a key of its ``rules``.
         context: maximum length of a sequence.
     """
+    target, draft = pair
     models = {"target": target.spec, "draft": draft.spec}
     names = [str(spec.hub) if spec.path is None else name for name, spec in models.items()]
     files = engine.files(names[0], names[1], k, sampling, setting, context, draft.kind)
@@ -299,11 +297,9 @@ def write_folder(
     known = f"{' and '.join(sorted(architectures))}: known to {version}."
     if unknown := sorted(architectures - FAMILIES):
         known = f"**{' and '.join(unknown)}: not among the architectures checked** in {engine.version}."
-    sizes, same = (
-        (target.config.vocab_size, draft.config.vocab_size),
-        "Both tokenizers have the same tokens under the same ids.",
-    )
-    tokens = f"The head is for a target of {sizes[1]} tokens." if draft.kind else same
+    sizes, tokens = [one.config.vocab_size for one in pair], "Both tokenizers have the same tokens under the same ids."
+    if draft.kind:
+        tokens = f"The head is for a target of {sizes[1]} tokens."
     of_links = "`target` and `draft` are links to the checkpoints; `cp -rL` copies the folder with them.\n"
     notes = "".join(f"- {note}\n" for kind in dict.fromkeys((None, draft.kind)) for note in engine.notes.get(kind, ()))
     files["README.md"] = f"""\

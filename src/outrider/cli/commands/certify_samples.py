@@ -12,19 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outrider.cli.shared.findings import report_findings
+from outrider.cli.shared.findings import FindingsOptions
 from outrider.cli.shared.flat import flat
-from outrider.cli.shared.options import (
-    DEFAULT_SIGNIFICANCE,
-    BatchSizeOption,
-    HtmlOption,
-    JsonOption,
-    PromptsOption,
-    SamplingOptions,
-    SignificanceOption,
-    check_alone,
-    field_of,
-)
+from outrider.cli.shared.options import PromptsOption, SamplingOptions, check_alone, field_of
 from outrider.cli.shared.output import as_read, json_text, make_document
 from outrider.cli.shared.pair_options import MachineOptions, PairOptions, options_json
 from outrider.cli.shared.progress import progress
@@ -149,14 +139,12 @@ def certify_samples(
     draft: Annotated[
         str, typer.Option(help="Draft that the system used; deviations are tested towards it first.")
     ] = "none",
-    significance: SignificanceOption = DEFAULT_SIGNIFICANCE,
     detect_tv: Annotated[
         float | None, typer.Option(min=1e-9, max=1, help="Total variation to detect with 99% probability.")
     ] = None,
-    batch_size: BatchSizeOption = 8,
     seed: Annotated[int, typer.Option(help="Seed of the tests, and of a server's first text.")] = 0,
-    html: HtmlOption = None,
-    json_target: JsonOption = None,
+    *,
+    findings: FindingsOptions,
 ) -> None:
     """Test whether samples follow their model's distribution. They may come from any system.
 
@@ -185,10 +173,11 @@ def certify_samples(
         lines = [read_samples(path, _NAMES) for path in files]
     read = [_read(decoder, *one, sampling, seed) for one in zip(files, lines, strict=True)]
     if servers.same_bytes:
-        tested = [_compare(decoder, file, read, batch_size)]
+        tested = [_compare(decoder, file, read, findings.batch_size)]
     else:
+        how: dict[str, Any] = {"wanted": detect_tv, "seed": seed, "batch_size": findings.batch_size}
         both = zip(files, read, strict=True)
-        tested = [_test(decoder, *one, significance, detect_tv, seed, batch_size) for one in both]
+        tested = [_test(decoder, *one, findings.significance, **how) for one in both]
     (certificate, remarks), *others = tested
     options_of = [asdict(replace(sampling, **line.options)) for line in lines[0]]
     shared = {name: value for name, value in options_of[0].items() if all(one[name] == value for one in options_of)}
@@ -198,16 +187,16 @@ def certify_samples(
         body["plain"] = other.to_json()
         if certificate.verdict == "failed":
             remarks.append(_COMPARED[other.verdict])
-    more: dict[str, Any] = {"file": file, "significance": significance, "detect_tv": detect_tv}
-    settings = options_json(pair, options, **more, batch_size=batch_size, seed=seed)
+    more: dict[str, Any] = {"file": file, "significance": findings.significance, "detect_tv": detect_tv}
+    settings = options_json(pair, options, **more, batch_size=findings.batch_size, seed=seed)
     settings |= as_read(asdict(servers) | template.to_json())
     document = make_document("certify-samples", settings, body, decoder)
 
     against = files[-1].name if servers.same_bytes and len(files) > 1 else short_name(decoder.target.name)
     shown = [(f"{path.name} against {against}", *one) for path, one in zip(files, tested, strict=False)]
-    about: dict[str, Any] = {"word": "THE SAME BYTES" if servers.same_bytes else "CONSISTENT", "level": significance}
+    about = {"word": "THE SAME BYTES" if servers.same_bytes else "CONSISTENT", "unit": "line"}
     about["towards"] = "a sharper distribution" if decoder.drafter.most_drafted == 0 else "the draft"
-    report_findings(shown[::-1], document, json_target, html, unit="line", tokenizer=decoder.tokenizer, **about)
+    findings.report(shown[::-1], document, tokenizer=decoder.tokenizer, **about)
 
 
 _Samples = tuple[list["SampledText"], int, int]
@@ -270,9 +259,7 @@ def _compare(decoder: Decoder, file: Path, read: Sequence[_Samples], batch_size:
     return Certificate(None, None, (), [replace(report, promise=REQUIRED)]), []
 
 
-def _test(
-    decoder: Decoder, file: Path, read: _Samples, level: float, wanted: float | None, seed: int, batch_size: int
-) -> tuple[Certificate, list[str]]:
+def _test(decoder: Decoder, file: Path, read: _Samples, level: float, **how: Any) -> tuple[Certificate, list[str]]:
     """Test the samples. Returns the findings, and remarks. Raises FileError if there are too few."""
     from outrider.certify.certificate import Certificate
     from outrider.certify.samples import judge, judge_greedily, level_of_kept, num_repeats
@@ -301,11 +288,10 @@ def _test(
         )
     with progress("texts", len(samples)) as advance:
         if greedy:
-            reports.append(judge_greedily(target, greedy, batch_size))
+            reports.append(judge_greedily(target, greedy, how["batch_size"]))
             advance(len(greedy))
         if sampled:
-            how: dict[str, Any] = {"level": level, "seed": seed, "batch_size": batch_size, "wanted": wanted}
-            statistical, controls = judge(target, decoder.drafter, sampled, on_texts=advance, **how)
+            statistical, controls = judge(target, decoder.drafter, sampled, level=level, on_texts=advance, **how)
     if repeats := num_repeats(sampled):
         remarks.append(
             f"Repeated samples: {repeats}. If they share a seed or come from a cache, rather than being sampled again, "

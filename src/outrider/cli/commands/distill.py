@@ -82,9 +82,7 @@ class TrainingOptions:
     data: Path | None = _data_option(None, "Text file for training and for the target's prompts.")
     written: int | None = _data_option(None, "Training sequences to generate with the target first. Default: 1024.")
     written_from: list[Path] | None = _data_option(
-        None,
-        "Instead: the target's outputs in a log of generate --output. Repeat it for several.",
-        metavar="LOG",
+        None, "Instead: the target's outputs in a log of generate --output. Repeat it for several.", metavar="LOG"
     )
     written_fraction: float = _data_option(0.5, "With --data: fraction of generated sequences in training.")
     length: int = _training(256, "Tokens per sequence.")

@@ -70,17 +70,18 @@ def export(
             raise OptionError(option, spec.name, "checkpoints are exported as stored: give the one in safetensors")
     of_target = describe(specs[0])
     of_draft = describe_head(specs[1], of_target) if is_head(specs[1]) else describe(specs[1])
+    pair = of_target, of_draft
     if of_draft.kind is not None and of_draft.kind not in engine.heads:
         known = ", ".join(key for key, one in ENGINES.items() if of_draft.kind in one.heads)
         thing = f"{names[1]} is a head ({of_draft.architecture}): choose one of {known}"
         raise OptionError("--to", to, f"{engine.name} takes {' and '.join(engine.heads)} heads, too, and {thing}")
     if (limit := of_draft.most_drafted) is not None and isinstance(ks[0], int) and ks[0] > limit:
         raise OptionError("-k/--num-draft-tokens", num_draft_tokens, f"{names[1]} drafts at most {limit} tokens")
-    most = check_pair(of_target, of_draft, context, engine.vocab_gap)
+    most = check_pair(pair, context, engine.vocab_gap)
     # At temperature 0, where all rules are equal, the last one keeps no probabilities.
     setting = list(engine.rules)[-1 if asked.temperature == 0 else 0]
     k = ks[0] if isinstance(ks[0], int) else of_draft.num_draft_tokens or DEFAULT_NUM_DRAFT_TOKENS
-    written = write_folder(output, engine, of_target, of_draft, k, asked, setting, most)
+    written = write_folder(output, engine, pair, k, asked, setting, most)
     console, about = console_for(json_target), RULES[engine.rules[setting]]
     for line in (
         f"{engine.name} {engine.version}, {names[0]} with {names[1]}: {output}",

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
+from outrider.cli.shared.options import BatchSizeOption, JsonOption, field_of
 from outrider.cli.shared.output import console_for, print_table, write_document
 from outrider.system.files import write_text
 
@@ -118,35 +120,47 @@ def difference_lines(report: GreedyReport, unit: str, tokenizer: Any | None) -> 
         )
 
 
-def report_findings(
-    shown: Sequence[tuple[str, Certificate, Sequence[str]]],
-    document: dict[str, Any],
-    json_target: str | None,
-    html: Path | None,
-    **how: Any,
-) -> None:
-    """Print certificates, and write the document and the page of the last. Exit with the code of its verdict.
+@dataclass(frozen=True)
+class FindingsOptions:
+    """Level of the tests, and outputs of their findings."""
 
-    Args:
-        shown: title, certificate and remarks, which are printed before the verdict.
-        how: ``word`` of a verdict that passed; ``level``, the probability of a false alarm; ``towards``, the direction
-            of the tests; ``unit`` of a difference's index, "prompt" or "line"; and the tokenizer.
-    """
-    import shlex
+    significance: float = field_of(
+        *("Statistics", 1e-3, "Probability that a correct rule fails the statistical tests."),
+        min=1e-12,
+        max=0.5,
+        metavar="N",
+    )
+    batch_size: BatchSizeOption = 8
+    html: Path | None = field_of(None, None, "Write an HTML page.", metavar="FILE")
+    json_target: JsonOption = None
 
-    from rich.console import Console
+    def report(
+        self, shown: Sequence[tuple[str, Certificate, Sequence[str]]], document: dict[str, Any], **how: Any
+    ) -> None:
+        """Print certificates, and write the document and the page of the last. Exit with the code of its verdict.
 
-    page = Console(record=True, file=io.StringIO(), width=_PAGE_WIDTH, highlight=False)
-    for console in [console_for(json_target)] + [page] * (html is not None):
-        for one in shown:
-            _show_findings(console, *one, **how)
-    if json_target is not None:
-        write_document(json_target, document)
-    if html is not None:
-        provenance = document["provenance"]
-        page.print(f"\n{shlex.join(['outrider', *provenance['argv']])}", markup=False)
-        page.print(f"outrider {provenance['outrider']}, {provenance['platform']}, {provenance['time']}", markup=False)
-        write_text(html, page.export_html(inline_styles=True))
-    verdict = shown[-1][1].verdict
-    if verdict != "passed":
-        raise typer.Exit({"failed": 1, "inconclusive": 3}[verdict])  # 2: a user error
+        Args:
+            shown: title, certificate and remarks, which are printed before the verdict.
+            how: ``word`` of a verdict that passed; ``towards``, the direction of the tests; ``unit`` of a difference's
+                index, "prompt" or "line"; and the tokenizer.
+        """
+        import shlex
+
+        from rich.console import Console
+
+        page = Console(record=True, file=io.StringIO(), width=_PAGE_WIDTH, highlight=False)
+        for console in [console_for(self.json_target)] + [page] * (self.html is not None):
+            for one in shown:
+                _show_findings(console, *one, level=self.significance, **how)
+        if self.json_target is not None:
+            write_document(self.json_target, document)
+        if self.html is not None:
+            provenance = document["provenance"]
+            page.print(f"\n{shlex.join(['outrider', *provenance['argv']])}", markup=False)
+            page.print(
+                f"outrider {provenance['outrider']}, {provenance['platform']}, {provenance['time']}", markup=False
+            )
+            write_text(self.html, page.export_html(inline_styles=True))
+        verdict = shown[-1][1].verdict
+        if verdict != "passed":
+            raise typer.Exit({"failed": 1, "inconclusive": 3}[verdict])  # 2: a user error
