@@ -154,29 +154,20 @@ WRONG_RULES = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Control:
-    """A deliberate mistake, injected into the real loop.
-
-    Attributes:
-        about: short description for tables.
-        wrap_target, wrap_drafter: inject the mistake.
-        needs_probs, needs_cache: ineffective if q is one-hot, or in a model without a KV cache.
-        is_wrong_greedily: also effective at temperature 0.
-        least_k, least_rows, most_rows: ineffective for a smaller K, or batch; largest batch to run.
-        keeps_seeds: each slot keeps the seed of its first sequence.
-    """
+    """A deliberate mistake, injected into the real loop."""
 
     name: str
-    about: str
+    about: str  # short description for tables
     rule: Rule = REJECTION
     wrap_target: Callable[[LM], LM] = lambda target: target
     wrap_drafter: Callable[[Drafter], Drafter] = lambda drafter: drafter
-    needs_probs: bool = False
-    needs_cache: bool = False
-    is_wrong_greedily: bool = False
-    least_k: int = 1
-    least_rows: int = 1
-    keeps_seeds: bool = False
-    most_rows: int | None = None
+    needs_probs: bool = False  # ineffective if q is one-hot
+    needs_cache: bool = False  # ineffective in a model without a KV cache
+    is_wrong_greedily: bool = False  # also effective at temperature 0
+    least_k: int = 1  # ineffective for a smaller K
+    least_rows: int = 1  # ineffective for a smaller batch
+    keeps_seeds: bool = False  # each slot keeps the seed of its first sequence
+    most_rows: int | None = None  # largest batch to run
 
 
 CONTROLS = (

@@ -68,19 +68,12 @@ Pairs = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Design:
-    """Choices made before the tested tokens were drawn.
+    """Choices made before the tested tokens were drawn."""
 
-    Attributes:
-        level: of each single test: the strictest threshold of Holm's procedure.
-        bets: for each test by stakes, a bet on each kind of token.
-        product: the bet on the product of two tokens' ranks.
-        num_distances: largest distance of two tokens of a sequence that are compared.
-    """
-
-    level: float
-    bets: Mapping[str, Mapping[int, evidence.Bet]]
-    product: evidence.Bet
-    num_distances: int
+    level: float  # of each single test: the strictest threshold of Holm's procedure
+    bets: Mapping[str, Mapping[int, evidence.Bet]]  # for each test by stakes, on each kind of token
+    product: evidence.Bet  # on the product of two tokens' ranks
+    num_distances: int  # largest distance of two tokens of a sequence that are compared
     has_rounds: bool
 
     @classmethod
@@ -94,12 +87,8 @@ class Design:
         num_distances: int = _MOST_DISTANCE,
         has_rounds: bool = True,
     ) -> Design:
-        """Choose stakes from the tokens of the pilot.
-
-        Args:
-            num_tokens: to be tested, or an estimate if the data determine it.
-            level: of all tests together.
-        """
+        """Choose stakes from the tokens of the pilot, for this number of tokens to be tested (an estimate if the data
+        determine it) and this level of all tests together."""
         single = level / num_tests(has_rounds=has_rounds)
         bets = {}
         for name in _BY_STAKES[has_rounds]:

@@ -11,7 +11,7 @@ is within a few times that change, the verdict is "numerics"; otherwise it is "b
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Any, Literal
@@ -45,16 +45,14 @@ class Divergence:
     """First difference of two sequences.
 
     Attributes:
-        prompt: index of the prompt, or of the sequence if each has its own.
-        plain_id, other_id: the tokens there; None after the end of a sequence.
         margin: score of the plain token less that of the other, fed token by token. The score is the log-probability
             before filters, plus the noise, if any; None unless there are two tokens to compare.
         gap: largest total change of the two scores when fed in blocks, or what another system may have; None as above.
     """
 
-    prompt: int
+    prompt: int  # index of the prompt, or of the sequence if each has its own
     position: int
-    plain_id: int | None
+    plain_id: int | None  # None after the end of a sequence
     other_id: int | None
     margin: float | None
     gap: float | None
@@ -63,19 +61,13 @@ class Divergence:
 
 @dataclass(frozen=True, slots=True)
 class GreedyReport:
-    """Token-by-token comparison with plain decoding.
-
-    Attributes:
-        differences: first difference of each pair of sequences that differ.
-        has_noise: both were sampled, by ``gumbel`` with the same seeds.
-        promise: whether the same bytes are promised, in a word (``LM.same_bytes``), or REQUIRED.
-    """
+    """Token-by-token comparison with plain decoding."""
 
     num_texts: int
     num_tokens: int
-    differences: Sequence[Divergence]
-    has_noise: bool
-    promise: str
+    differences: Sequence[Divergence]  # the first of each pair of sequences that differ
+    has_noise: bool  # both were sampled, by ``gumbel`` with the same seeds
+    promise: str  # whether the same bytes are promised, in a word (``LM.same_bytes``), or REQUIRED
 
     @property
     def is_ok(self) -> bool:
@@ -106,9 +98,10 @@ Texts = Sequence[Sequence[int]]
 
 def compare_texts(
     decoder: Decoder,
-    given: Sequence[tuple[Prompt, Mapping[str, Any]]],
+    given: Sequence[tuple[Prompt, dict[str, Any]]],
     plain: Texts,
     texts: Texts,
+    *,
     explains: bool = True,
 ) -> GreedyReport:
     """Compare outputs of a decoder with those of its target alone: of prompts, each with its options; see

@@ -36,17 +36,11 @@ _QUANTILE = 2.3263478740408408  # of the normal distribution, at POWER
 
 @dataclass(frozen=True, slots=True)
 class Increments:
-    """A statistic X of n tokens, with its known moments and range: under p it has mean 0.
+    """A statistic X of n tokens, with its known moments and range: under p it has mean 0."""
 
-    Attributes:
-        values: X at the observed token. [n]
-        moments: E X^2, E X^3 and E X^4 under p. [3, n]
-        lows, highs: -lows <= X <= highs for every token that p allows. [n]
-    """
-
-    values: Floats
-    moments: Floats
-    lows: Floats
+    values: Floats  # X at the observed token [n]
+    moments: Floats  # E X^2, E X^3 and E X^4 under p [3, n]
+    lows: Floats  # -lows <= X <= highs for every token that p allows [n]
     highs: Floats
 
     def __getitem__(self, index: Any) -> Increments:
@@ -138,18 +132,12 @@ def mean_wealth(log_wealths: Sequence[float], num_accounts: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The result of one test.
-
-    Attributes:
-        statistic: for display: a z, a distance, a chi-square; the log of the wealth of averaged accounts.
-        p: p-value, uniform or larger if the tokens follow p.
-        threshold: a p-value at or below it raises an alarm; set by ``holm``.
-    """
+    """The result of one test."""
 
     name: str
-    statistic: float
-    p: float
-    threshold: float = 0.0
+    statistic: float  # for display: a z, a distance, a chi-square; the log of the wealth of averaged accounts
+    p: float  # p-value, uniform or larger if the tokens follow p
+    threshold: float = 0.0  # a p-value at or below it raises an alarm; set by ``holm``
 
     @property
     def is_alarm(self) -> bool:

@@ -59,25 +59,20 @@ class ExactReport:
     """Largest deviations over all contexts.
 
     Attributes:
-        num_rows: pairs of rows on which the identity was computed.
-        identity: deviation of a probability, over the whole vocabulary.
         round_law: deviation of the probability of three tokens; for ``gumbel`` the share of noises that led to another
             token.
         two_rounds: deviation of the probability of four tokens of a toy after two rounds; for ``gumbel`` the share of
             the noise that is not a function of its position.
-        distance: mean TV(p, q) over the contexts, for which the rule has to compensate.
-        forcing: total variation of a token's distribution between teacher forcing and a plain forward.
-        forcing_tolerance: the part that rounding may explain.
     """
 
     num_contexts: int
-    num_rows: int
-    identity: float
+    num_rows: int  # pairs of rows on which the identity was computed
+    identity: float  # deviation of a probability, over the whole vocabulary
     round_law: float
     two_rounds: float
-    distance: float
-    forcing: float
-    forcing_tolerance: float
+    distance: float  # mean TV(p, q) over the contexts, for which the rule has to compensate
+    forcing: float  # total variation of a token's distribution between teacher forcing and a plain forward
+    forcing_tolerance: float  # the part that rounding may explain
     tolerance: float = TOLERANCE
 
     @property

@@ -46,22 +46,15 @@ _MAX_ELEMENTS = 2**22  # of p in one piece; bounds the memory
 
 @dataclass(frozen=True, slots=True)
 class GeneratedText:
-    """A generated sequence.
+    """A generated sequence."""
 
-    Attributes:
-        index: of the sequence; with the seed of the tests it determines the w of its tokens.
-        prompt: index of its prompt.
-        places: of each token in its round, from 0; all 0 if rounds are unknown.
-        slot, first_step: cache slot, and step of the loop that generated its first round.
-    """
-
-    index: int
-    prompt: int
+    index: int  # with the seed of the tests it determines the w of the tokens
+    prompt: int  # index of the prompt
     prompt_ids: tuple[int, ...]
     token_ids: tuple[int, ...]
-    places: tuple[int, ...]
-    slot: int = 0
-    first_step: int = 0
+    places: tuple[int, ...]  # of each token in its round, from 0; all 0 if rounds are unknown
+    slot: int = 0  # in the cache
+    first_step: int = 0  # step of the loop that generated the first round
 
     def __post_init__(self) -> None:
         assert 0 < len(self.prompt_ids) and 0 < len(self.token_ids) == len(self.places)

@@ -49,20 +49,14 @@ _BUDGET_SHARE = 0.25  # of the time for the tested tokens; the rest is for contr
 
 @dataclass(frozen=True, slots=True)
 class CertifyTask:
-    """Pair, options and prompts to certify.
-
-    Attributes:
-        sampling: without a seed.
-        level: probability of a false alarm of the statistical layer.
-        seed: base seed; sequence i gets seed + i.
-    """
+    """Pair, options and prompts to certify."""
 
     decoder: Decoder
-    sampling: Sampling
+    sampling: Sampling  # without a seed
     prompts: Sequence[Sequence[int]]
-    level: float
+    level: float  # probability of a false alarm of the statistical layer
     batch_size: int
-    seed: int
+    seed: int  # of sequence 0; sequence i gets seed + i
 
     def __post_init__(self) -> None:
         assert self.prompts and self.batch_size >= 1
@@ -363,12 +357,12 @@ def _distance_bound(correct: Sequence[GeneratedText], written: Sequence[Generate
 
 
 def _greedy_control(job: CertifyTask, plain: Texts, control: Control) -> ControlReport:
-    excuse = excuse_of(job, control)
-    if excuse is not None:
-        return ControlReport(control.name, control.about, excuse)
+    report = ControlReport(control.name, control.about, excuse_of(job, control))
+    if report.excuse is not None:
+        return report
     found = check_greedily(job, plain, control)
     # Deterministic; require as many tokens as above temperature 0.
     num, needed = found.num_tokens, math.ceil(rate_bound(0, 1) / NEGLIGIBLE_TV)
-    if not found.differences and num >= needed:
-        excuse = f"it changes none of {num} tokens"
-    return ControlReport(control.name, control.about, excuse, not found.is_ok, num, "text", num_tokens_needed=needed)
+    excuse = f"it changes none of {num} tokens" if not found.differences and num >= needed else None
+    is_caught = not found.is_ok
+    return replace(report, excuse=excuse, is_caught=is_caught, num_tokens=num, by="text", num_tokens_needed=needed)

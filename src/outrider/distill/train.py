@@ -83,22 +83,16 @@ LOSSES: dict[str, Loss] = {"kl": kl, "tv": tv, "lk": lk}
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """Budget and hyperparameters of training.
-
-    Attributes:
-        num_steps, seconds: the budget, one of the two.
-        patience: stop after this many checks in a row without a better alpha.
-        save_s: approximate seconds between checkpoints.
-    """
+    """Budget, in steps or seconds, and hyperparameters of training."""
 
     num_steps: int | None = None
     seconds: float | None = None
     loss: str = "kl"
     batch_size: int = 8
     learning_rate: float = 2e-3
-    patience: int = 8
+    patience: int = 8  # stop after this many checks in a row without a better alpha
     seed: int = 0
-    save_s: float = 120.0
+    save_s: float = 120.0  # between checkpoints, approximately
 
     def __post_init__(self) -> None:
         budget = self.seconds if self.num_steps is None else self.num_steps
@@ -121,19 +115,17 @@ class Check:
     """Evaluation of the draft.
 
     Attributes:
-        loss: mean since the last check; None at the beginning.
         alphas: alpha of the weights as stored, on the held-out sequences, with an interval over them: for the first
             drafted token of a round, the second, ... The last one holds for all later tokens too.
-        k: best predicted K; 0 is plain decoding.
         tokens_per_s: prediction for this K: tau(K) for these alphas at every place, over the cost of a round, timed at
             the beginning with the models of the training (eager, a draft model in float32).
     """
 
     step: int
     seconds: float
-    loss: float | None
+    loss: float | None  # mean since the last check; None at the beginning
     alphas: tuple[Interval, ...]
-    k: int
+    k: int  # the best, by prediction; 0 is plain decoding
     tokens_per_s: float
 
     @property

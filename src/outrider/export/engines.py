@@ -43,23 +43,16 @@ RULES = {
 
 
 class DescribedModel(NamedTuple):
-    """Model described by its files.
-
-    Attributes:
-        config: Hugging Face configuration of the text model.
-        architecture: like "LlamaForCausalLM".
-        kind: of a head, "eagle3" or "dflash"; None for a model.
-        num_draft_tokens, most_drafted: K that a head proposes, and most tokens that it drafts in a round, if stated.
-    """
+    """Model described by its files."""
 
     spec: ModelSpec
-    config: Any
+    config: Any  # Hugging Face configuration of the text model
     tokenizer: Any
-    architecture: str
+    architecture: str  # like "LlamaForCausalLM"
     context_len: int
-    kind: str | None = None
-    num_draft_tokens: int | None = None
-    most_drafted: int | None = None
+    kind: str | None = None  # of a head, "eagle3" or "dflash"; None for a model
+    num_draft_tokens: int | None = None  # K that a head proposes, if stated
+    most_drafted: int | None = None  # most tokens that a head drafts in a round, if there is a limit
 
 
 Pair = tuple[DescribedModel, DescribedModel]
@@ -126,28 +119,20 @@ class Engine(NamedTuple):
     """An inference engine.
 
     Attributes:
-        version: the version whose sources were read.
-        rules: a key of ``RULES`` for each setting of the engine.
-        options: fields of ``Sampling`` that the engine supports exactly with a draft.
         files: (target, draft, k, sampling, setting, context, kind of a head or None) -> the content of each file.
             Target and draft are folders beside the files, or hub ids.
-        port: default port of the server.
-        notes: for the README; by the kind of a head, those for it alone.
-        vocab_gap: largest difference of the vocabulary sizes of a pair.
-        needs_gguf: whether the engine reads GGUF files, target.gguf and draft.gguf.
-        heads: kinds of heads that it takes as drafts.
     """
 
     name: str
-    version: str
-    rules: Mapping[str, str]
-    options: frozenset[str]
+    version: str  # whose sources were read
+    rules: Mapping[str, str]  # a key of RULES for each setting of the engine
+    options: frozenset[str]  # fields of Sampling that the engine supports exactly with a draft
     files: Callable[[str, str, int, Sampling, str, int, str | None], dict[str, str]]
-    port: int
-    notes: Mapping[str | None, tuple[str, ...]]
-    heads: tuple[str, ...]
-    vocab_gap: int = 0
-    needs_gguf: bool = False
+    port: int  # default of the server
+    notes: Mapping[str | None, tuple[str, ...]]  # for the README; by the kind of a head, those for it alone
+    heads: tuple[str, ...]  # kinds of heads that it takes as drafts
+    vocab_gap: int = 0  # largest difference of the vocabulary sizes of a pair
+    needs_gguf: bool = False  # whether the engine reads GGUF files, target.gguf and draft.gguf
 
 
 def _script(*lines: str) -> str:

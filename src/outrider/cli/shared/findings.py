@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from outrider.certify.certificate import Certificate
     from outrider.certify.divergence import GreedyReport
 
-_PAGE_WIDTH = 110
-
 
 def _show_findings(
     console: Console,
@@ -125,7 +123,9 @@ class FindingsOptions:
     """Level of the tests, and outputs of their findings."""
 
     significance: float = field_of(
-        *("Statistics", 1e-3, "Probability that a correct rule fails the statistical tests."),
+        "Statistics",
+        1e-3,
+        "Probability that a correct rule fails the statistical tests.",
         min=1e-12,
         max=0.5,
         metavar="N",
@@ -148,7 +148,7 @@ class FindingsOptions:
 
         from rich.console import Console
 
-        page = Console(record=True, file=io.StringIO(), width=_PAGE_WIDTH, highlight=False)
+        page = Console(record=True, file=io.StringIO(), width=110, highlight=False)
         for console in [console_for(self.json_target)] + [page] * (self.html is not None):
             for one in shown:
                 _show_findings(console, *one, level=self.significance, **how)
@@ -157,9 +157,7 @@ class FindingsOptions:
         if self.html is not None:
             provenance = document["provenance"]
             page.print(f"\n{shlex.join(['outrider', *provenance['argv']])}", markup=False)
-            page.print(
-                f"outrider {provenance['outrider']}, {provenance['platform']}, {provenance['time']}", markup=False
-            )
+            page.print("outrider {outrider}, {platform}, {time}".format_map(provenance), markup=False)
             write_text(self.html, page.export_html(inline_styles=True))
         verdict = shown[-1][1].verdict
         if verdict != "passed":
