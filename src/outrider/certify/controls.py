@@ -122,7 +122,7 @@ class OffByOneRollback:
         return results
 
 
-def _forget_rollback(target: LM) -> LM:
+def _keep_rejected(target: LM) -> LM:
     wrong = copy.copy(target)
     wrong.execution = cast(Execution, OffByOneRollback(target.execution))
     return wrong
@@ -181,12 +181,7 @@ CONTROLS = (
     Control("argmax-drafts", "argmax drafts, softmax q", ARGMAX_DRAFTS, needs_probs=True),
     Control("filtered-drafts", "top-2 drafts, unfiltered q", FILTERED_DRAFTS, needs_probs=True),
     Control(
-        "rollback",
-        "cache keeps a rejected token",
-        REJECTION,
-        _forget_rollback,
-        needs_cache=True,
-        is_wrong_greedily=True,
+        "rollback", "cache keeps a rejected token", REJECTION, _keep_rejected, needs_cache=True, is_wrong_greedily=True
     ),
     Control("reused", "random numbers reused in the next round", REUSED),
     Control("neighbour", "random numbers of the slot above", NEIGHBOUR, least_rows=2),

@@ -30,8 +30,6 @@ from outrider.certify.observed import ObservedTokens
 from outrider.options import DEFAULT_NUM_DRAFT_TOKENS
 
 _MAX_PROMPT_ACCOUNTS = 16
-_NUM_POSITIONS = 12  # 0, 1-2, 3-6, 7-14 ... share an account
-_PAIRS_PER_TOKEN = 0.5  # approximate, of the rarer kinds
 _MOST_DISTANCE = 2 * DEFAULT_NUM_DRAFT_TOKENS + 2  # between two tokens of a sequence, if K is unknown
 
 
@@ -51,7 +49,7 @@ def _kinds_of(observed: ObservedTokens, kinds: str) -> evidence.Integers:
         "place": places,
         # Tokens accepted in the previous round; -1 in a first round.
         "round-before": np.where((observed["rounds"] > 0) & (last >= 0), places[last], -1),
-        "position": np.minimum(np.log2(observed["positions"] + 1).astype(np.int64), _NUM_POSITIONS),
+        "position": np.minimum(np.log2(observed["positions"] + 1).astype(np.int64), 12),  # 0, 1-2, 3-6, 7-14 ...
         "prompt": observed["prompts"] % _MAX_PROMPT_ACCOUNTS,
     }
     return found[kinds]
@@ -104,7 +102,8 @@ class Design:
             bets[name] = {kind: bet(like, num_tokens * share, each) for kind, share in shares.items()}
         rank = pilot.statistic("rank")
         neighbours = rank.scaled(np.roll(rank.values, 1))
-        product = evidence.Bet.for_sample(neighbours, _PAIRS_PER_TOKEN * num_tokens, single / num_distances)
+        # The rarer kinds have about a pair for every second token.
+        product = evidence.Bet.for_sample(neighbours, num_tokens / 2, single / num_distances)
         return cls(single, bets, product, num_distances, has_rounds)
 
     def tests(self, observed: ObservedTokens, level: float) -> list[evidence.Finding]:

@@ -70,8 +70,7 @@ def _exp_tail(x: Floats) -> Floats:
     with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
         direct = (np.expm1(x) - x - x**2 / 2 - x**3 / 6) / x**4
     series = 1 / 24 + x / 120 + x**2 / 720 + x**3 / 5040 + x**4 / 40320 + x**5 / 362880
-    tail: Floats = np.where(np.abs(x) < 0.1, series, direct)
-    return tail
+    return np.where(np.abs(x) < 0.1, series, direct)
 
 
 def log_mgfs(increments: Increments, theta: float) -> Floats:

@@ -40,7 +40,6 @@ from outrider.sampling.noise import GumbelNoise, NoiseAhead, RoundUniforms
 from outrider.sampling.probs import draw_gumbel, normalise, wide
 from outrider.sampling.rules import GUMBEL, Rule, residual
 
-TOLERANCE = 1e-9  # float64 leaves about 1e-15; a mistake in a formula leaves far more
 # Total variation. The embedded pair gave 5e-7 in float32 and 0.018 in bfloat16; a wrong mask gave 0.6.
 _FORCING_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 0.02, torch.bfloat16: 0.1}
 NUM_LIKELY = 4  # tokens after each prefix that a round is restricted to
@@ -73,7 +72,7 @@ class ExactReport:
     distance: float  # mean TV(p, q) over the contexts, for which the rule has to compensate
     forcing: float  # total variation of a token's distribution between teacher forcing and a plain forward
     forcing_tolerance: float  # the part that rounding may explain
-    tolerance: float = TOLERANCE
+    tolerance: float = 1e-9  # float64 leaves about 1e-15; a mistake in a formula leaves far more
 
     @property
     def is_ok(self) -> bool:
@@ -96,8 +95,7 @@ def check_exactly(
 ) -> ExactReport:
     """Check the rule after these contexts, at least three tokens shorter than the target allows. Tokens after the given
     ones are output, subject to the constraint, if any."""
-    identities, round_gaps, distances, num_rows = [], [], [], 0
-    is_coupled = rule.name == GUMBEL.name
+    found, is_coupled = [], rule.name == GUMBEL.name
     for context in contexts:
 
         def rows_after(prefixes: Sequence[tuple[int, ...]], num_prompt: int = context.num_given) -> list[Tensor]:
@@ -108,13 +106,14 @@ def check_exactly(
             return [torch.cat(rows) for rows in zip(*parts, strict=True)]
 
         tree, p, q = _tree(rows_after, tuple(context.ids))
-        identities.append(identity_gap(p, q))
-        distances.append(float((p - q).abs().sum(1).mean() / 2))
-        round_gaps.append(coupling_gap(tree) if is_coupled else round_gap(rule, tree))
-        num_rows += len(p)
+        distance = float((p - q).abs().sum(1).mean() / 2)
+        found.append(
+            (identity_gap(p, q), coupling_gap(tree) if is_coupled else round_gap(rule, tree), distance, len(p))
+        )
+    identities, round_gaps, distances, numbers = zip(*found, strict=True)
     return ExactReport(
         num_contexts=len(contexts),
-        num_rows=num_rows,
+        num_rows=sum(numbers),
         identity=_largest(identities),
         round_law=_largest(round_gaps),
         two_rounds=noise_gap(rule.make_noise) if is_coupled else two_rounds_gap(rule),

@@ -41,7 +41,6 @@ from outrider.sampling.probs import Settings, normalise, one_hot
 NewConstraint = Callable[[Sequence[int]], Constraint | None]
 """Creates the constraint of a new sequence with this prompt; None if unconstrained."""
 MAX_RATIO, MAX_SURPRISE = 30.0, 20.0
-_MAX_ELEMENTS = 2**22  # of p in one piece; bounds the memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +131,7 @@ def observe(
         parts = []
         for chunk, p, q in draft_rows(target, drafter, sampling, texts, new_constraint, offsets, num_draft_tokens):
             numbers = [spread[row][:, i] for row, i in zip(chunk.rows.tolist(), chunk.places.tolist(), strict=True)]
-            piece = max(1, _MAX_ELEMENTS // p.shape[1])
+            piece = max(1, 2**22 // p.shape[1])  # bounds the memory
             for first in range(0, len(p), piece):
                 part = slice(first, first + piece)
                 uniforms, chances, places = torch.from_numpy(np.stack(numbers[part])).to(p).unbind(1)

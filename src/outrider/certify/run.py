@@ -42,9 +42,6 @@ NUM_PILOT_TOKENS, LEAST_NUM_TOKENS = 1024, 200
 _PILOT_TEXTS = 2**32  # first index of the pilot's sequences, so that no seed is used twice
 _NUM_CONTEXTS = 8  # of the exact layer
 _LOOKS = (1 / 8, 1 / 4, 1 / 2, 1)  # at a control's tokens; each uses its share of the level
-_MOST_CONTROL_LEVEL = 1e-3  # at a higher level a correct loop would sometimes raise an alarm
-_SPARE = 1.2  # margin over the tokens needed, since the pilot only estimates them
-_BUDGET_SHARE = 0.25  # of the time for the tested tokens; the rest is for controls and the other layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +196,8 @@ class Pilot:
     seconds: float  # per token, to generate and score it
 
     def num_tokens_for(self, budget_s: float) -> int:
-        return max(LEAST_NUM_TOKENS, int(_BUDGET_SHARE * budget_s / self.seconds))
+        share = 0.25  # of the time for the tested tokens; the rest is for controls and the other layers
+        return max(LEAST_NUM_TOKENS, int(share * budget_s / self.seconds))
 
     def num_tokens_to_detect(self, distance: float, level: float) -> int:
         """Number of tokens to test so that a total variation of ``distance`` is detected. Raises OptionError: the draft
@@ -211,7 +209,7 @@ class Pilot:
         if needed is None:
             farthest = f"the draft itself is no farther from the target than {drift.distances.mean():.3f}"
             raise OptionError("--detect-tv", distance, f"{farthest}: choose a smaller one")
-        return max(LEAST_NUM_TOKENS, math.ceil(_SPARE * needed))
+        return max(LEAST_NUM_TOKENS, math.ceil(1.2 * needed))  # a margin: the pilot only estimates the number
 
 
 def run_pilot(job: CertifyTask) -> Pilot:
@@ -252,8 +250,8 @@ def run_checks(job: CertifyTask, pilot: Pilot) -> Checks:
 
 
 def _plain(job: CertifyTask) -> list[list[int]]:
-    requests = [*map(job.request, range(len(job.prompts)))]
-    return plain_texts(job.decoder.target, RULES[job.decoder.acceptance], requests, job.batch_size)
+    decoder, requests = job.decoder, [*map(job.request, range(len(job.prompts)))]
+    return plain_texts(decoder.target, RULES[decoder.acceptance], requests, job.batch_size)
 
 
 def check_greedily(job: CertifyTask, plain: Texts, control: Control | None = None) -> GreedyReport:
@@ -333,7 +331,7 @@ def run_control(
     if report.excuse is not None:
         return report, ()
     sample = TokenSample(job, control)
-    level = min(job.level, _MOST_CONTROL_LEVEL) / len(_LOOKS)
+    level = min(job.level, 1e-3) / len(_LOOKS)  # at a higher level a correct loop would sometimes raise an alarm
     for num_seen in (max(1, round(share * num_tokens)) for share in _LOOKS):
         observed = sample.first(num_seen, on_tokens)
         best = min(design.tests(observed, level), key=lambda test: test.p)

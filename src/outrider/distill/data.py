@@ -27,7 +27,6 @@ from outrider.system.files import read_text, write_whole
 from outrider.text.example_prompts import PROMPTS
 from outrider.text.tokenizer import encode
 
-_PROMPT_LEN = 16  # tokens of the user's text that the target continues
 _FILE_SIZE = 64  # sequences generated together and stored in one file; a killed process loses at most these
 
 
@@ -70,14 +69,9 @@ def generate_sequences(
     for path, indices in _files(folder, num_sequences)[share[0] :: share[1]]:
         if _stored(path, (len(indices), length)) is None:
             prompts = [_prompt(decoder, text, index, length, seed) for index in indices]
-            completions = decoder.generate(
-                prompts,
-                Sampling(),
-                max_new_tokens=[length - len(prompt) for prompt in prompts],
-                seed=[seed + index for index in indices],
-                ignore_eos=True,
-                num_slots=len(prompts),
-            )
+            limits, seeds = [length - len(prompt) for prompt in prompts], [seed + index for index in indices]
+            how: dict[str, Any] = {"max_new_tokens": limits, "seed": seeds, "ignore_eos": True}
+            completions = decoder.generate(prompts, Sampling(), **how, num_slots=len(prompts))
             rows = [[*prompt, *done.token_ids] for prompt, done in zip(prompts, completions, strict=True)]
             tensors = {"ids": torch.tensor(rows), "num_given": torch.tensor([*map(len, prompts)])}
             write_whole(path, save(tensors))
@@ -112,9 +106,9 @@ def _stored(path: Path, shape: tuple[int, int]) -> tuple[Tensor, Tensor] | None:
 
 
 def _prompt(decoder: Decoder, text: Tensor | None, index: int, length: int, seed: int) -> list[int]:
-    most = min(_PROMPT_LEN, length // 2)
     if text is None:
         return encode(decoder.tokenizer, PROMPTS[index % len(PROMPTS)])[: length // 2]
+    most = min(16, length // 2)  # tokens of the text that the target continues
     at = int(_random(seed, "prompt", index).integers(max(1, len(text) - most)))
     prompt: list[int] = [*beginning(decoder.tokenizer), *text[at : at + most].tolist()]
     return prompt[: length // 2]

@@ -40,9 +40,8 @@ _BATCH = 8  # sequences whose alpha is measured together
 
 def default_features(num_layers: int) -> tuple[int, int, int]:
     """Hidden states that a head reads: those of EAGLE-3; in a shallow target the inputs of other layers."""
-    usual = (2, num_layers // 2, num_layers - 3)
-    shallow = (min(1, num_layers - 1), num_layers // 2, num_layers - 1)
-    return usual if usual[0] < usual[1] < usual[2] else shallow
+    first, middle, last = 2, num_layers // 2, num_layers - 3
+    return (first, middle, last) if first < middle < last else (min(1, num_layers - 1), middle, num_layers - 1)
 
 
 def unroll(head: Head, ids: Tensor, target_logits: Tensor, features: Tensor, depth: int) -> Iterator[Pair]:

@@ -35,8 +35,6 @@ from outrider.records import Interval
 from outrider.sampling.rules import REJECTION
 from outrider.system.files import parse_row, read_bytes, write_whole
 
-_NUM_CHECKS = 20  # evaluations of alpha in a run
-_WARM_UP, _DECAY = 0.02, 0.6  # shares of the budget in which the learning rate rises, and falls to zero
 _PROGRESS = "num_steps", "seconds", "num_idle", "best_alpha", "losses"  # in a checkpoint, besides the checks
 _LOSS_NUMBERS = 2**26  # logits per piece of the loss: 256 MiB, several times over
 
@@ -227,11 +225,11 @@ class _Run:
 
     def advance(self, loss: float, step_s: float) -> bool:
         """Count a step. Returns whether a check is due."""
-        before = self.spent
+        before, num_checks = self.spent, 20
         self.num_steps += 1
         self.seconds += step_s
         self.losses.append(loss)
-        return math.floor(before * _NUM_CHECKS) < math.floor(self.spent * _NUM_CHECKS)
+        return math.floor(before * num_checks) < math.floor(self.spent * num_checks)
 
     def check(self) -> None:
         student = self.student
@@ -333,8 +331,8 @@ def _mean(loss_of: Loss, target_logits: Tensor, draft_logits: Tensor) -> Tensor:
 
 
 def _rate(spent: float) -> float:
-    """Factor of the learning rate: warm-up, plateau, linear decay to zero."""
-    return min(1.0, (spent + 1e-3) / _WARM_UP, (1.0 - spent) / _DECAY)
+    """Factor of the learning rate: warm-up, plateau, linear decay to zero, in 2%, 38% and 60% of the budget."""
+    return min(1.0, (spent + 1e-3) / 0.02, (1.0 - spent) / 0.6)
 
 
 def check_same_run(output: Path, settings: dict[str, Any]) -> None:
