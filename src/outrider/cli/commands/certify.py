@@ -115,8 +115,8 @@ def certify(
     total = None if job.is_greedy else num_tokens * (1 + len(CONTROLS))
     with progress(f"generating {'' if job.is_greedy else 'with the draft, and '}with mistakes", total) as advance:
         certificate = judge(job, pilot, num_tokens, checks=checks, wanted=detect_tv, on_tokens=advance)
-    more: dict[str, Any] = {"draft": [draft], "num_draft_tokens": k, "prompts": prompts, "num_tokens": num_tokens}
-    more |= {"significance": job.level, "budget": budget, "detect_tv": detect_tv, "batch_size": job.batch_size}
+    more: dict[str, Any] = {"draft": [draft], "num_draft_tokens": k, "prompts": prompts, "significance": job.level}
+    more |= {"budget": budget, "detect_tv": detect_tv, "num_tokens": num_tokens, "batch_size": job.batch_size}
     settings = options_json(pair, options, **more, **template.to_json())
     body = certificate.to_json() | {"weights": weights, "prompts_sha256": sha256_of(job.prompts)}
     document = make_document("certify", settings, body, decoder)
