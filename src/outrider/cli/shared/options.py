@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from outrider.runtime.lm import LM
 
 MODELS_PANEL, SAMPLING_PANEL, MACHINE_PANEL = "Models", "Sampling", "Machine"
-DEFAULT_SIGNIFICANCE = 1e-3
 DEFAULT_MAX_NEW_TOKENS = 128
 
 _sampling_option = partial(typer.Option, rich_help_panel=SAMPLING_PANEL)
@@ -50,7 +49,6 @@ _sampling = partial(field_of, SAMPLING_PANEL)
 JsonOption = Annotated[
     str | None, typer.Option("--json", metavar="FILE", help="Write a JSON document. '-' is standard output.")
 ]
-HtmlOption = Annotated[Path | None, typer.Option(metavar="FILE", help="Write an HTML page.")]
 
 
 @dataclass(frozen=True)
@@ -183,16 +181,6 @@ PromptsOption = Annotated[
 ]
 BatchSizeOption = Annotated[
     int, typer.Option(min=1, metavar="N", help="Prompts generated concurrently.", rich_help_panel=MACHINE_PANEL)
-]
-SignificanceOption = Annotated[
-    float,
-    typer.Option(
-        min=1e-12,
-        max=0.5,
-        metavar="N",
-        help="Probability that a correct rule fails the statistical tests.",
-        rich_help_panel="Statistics",
-    ),
 ]
 SeedOption = Annotated[int, _sampling_option(min=0, metavar="N", help="Prompt or run i gets this seed + i.")]
 ProbsOption = Annotated[bool, typer.Option("--probs", help="Keep p of each token. Replays of sampled outputs need it.")]

@@ -228,6 +228,8 @@ class DraftOptions:
 
 TargetOption = Annotated[str, _same("target").metadata[OPTION]]
 AllowPickleOption = Annotated[bool, _same("allow_pickle").metadata[OPTION]]
+DeviceOption = Annotated[str, _same("device").metadata[OPTION]]
+ThreadsOption = Annotated[int | None, _same("threads").metadata[OPTION]]
 
 
 def single_k(text: str | None, pair: PairOptions, sampling: SamplingOptions, seed: int | None) -> NumDraftTokens:
