@@ -51,7 +51,7 @@ class GeneratedText:
     """A generated sequence.
 
     Attributes:
-        index: of the sequence; with the seed of the tests it determines the w of its tokens.
+        index: sequence number; with the tests' seed, the key of its uniform numbers w.
         prompt: index of its prompt.
         places: of each token in its round, from 0; all 0 if rounds are unknown.
         slot: cache slot.

@@ -36,7 +36,7 @@ RULES = {
 }
 
 
-class Engine(NamedTuple):
+class InferenceEngine(NamedTuple):
     """An inference engine.
 
     Attributes:
@@ -126,7 +126,7 @@ def _llama_cpp_files(
 
 
 ENGINES = {
-    "vllm": Engine(
+    "vllm": InferenceEngine(
         name="vLLM",
         version="0.33.0",
         rules={"probabilistic": "ratio by temperature", "greedy": "greedy"},
@@ -145,7 +145,7 @@ ENGINES = {
         },
         heads=("eagle3", "dflash"),
     ),
-    "llama.cpp": Engine(
+    "llama.cpp": InferenceEngine(
         name="llama.cpp",
         version="build 11549",
         rules={"probabilistic": "ratio of ten", "greedy": "greedy"},
@@ -175,7 +175,7 @@ ENGINES = {
 
 def write_folder(
     output: Path,
-    engine: Engine,
+    engine: InferenceEngine,
     target: DescribedModel,
     draft: DescribedModel,
     k: int,

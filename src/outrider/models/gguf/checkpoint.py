@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from outrider.errors import ModelCorrupt, UnsupportedModel
-from outrider.kernels.blocks import BLOCK_FORMS
-from outrider.kernels.library import FORMS
+from outrider.kernels.blocks import BLOCK_TYPES
+from outrider.kernels.library import WEIGHT_TYPES
 from outrider.kernels.narrow_weight import ExpertLayout, NarrowWeight
 from outrider.kernels.row_copies import RowCopy
 from outrider.models.cpu_weights import HALVES, StoredWeights, large_matrices
@@ -30,7 +30,7 @@ from outrider.native.model_config import ModelConfig
 from outrider.native.plan import NotPlanned, Plan, weight_names
 
 _LOG = logging.getLogger(__name__)
-_HALVES = {FORMS[dtype]: dtype for dtype in HALVES.values()}
+_HALVES = {WEIGHT_TYPES[dtype]: dtype for dtype in HALVES.values()}
 
 
 def gguf_file(spec: ModelSpec) -> GgufFile:
@@ -57,7 +57,7 @@ def planned_weights(
 
     Args:
         config: that of ``model``.
-        num_digits: of the integers to which rows are rounded before products (``BlockForm``).
+        num_digits: of the integers to which rows are rounded before products (``BlockType``).
     """
     names = weight_names(plan)
     found = _sources(file, model, names, config, name)
@@ -105,7 +105,7 @@ def _stored(
         return NarrowWeight(layout.rows(numbers), torch.float32, experts=layout)  # by columns, which are not multiplied
 
     others = {weight: 4 * math.prod(one.shape) for weight, one in found.items() if weight not in kept}
-    has_blocks = any(found[weight].tensors[0].kind in BLOCK_FORMS for weight in kept)
+    has_blocks = any(found[weight].tensors[0].kind in BLOCK_TYPES for weight in kept)
     return StoredWeights(
         kept, others, read, lambda weight, empty: found[weight].stored(num_digits, empty, large[weight]), has_blocks
     )
@@ -163,11 +163,11 @@ class Source:
         does what else ``change`` does."""
         kinds, is_changed = {one.kind for one in self.tensors}, self.change is not None
         is_laid_out = layout is not None and layout.num_parts is not None
-        return is_changed == is_laid_out and len(kinds) == 1 and kinds <= BLOCK_FORMS.keys() | _HALVES.keys()
+        return is_changed == is_laid_out and len(kinds) == 1 and kinds <= BLOCK_TYPES.keys() | _HALVES.keys()
 
     @property
     def num_bytes(self) -> int:
-        has_places = self.columns is not None and self.tensors[0].kind in BLOCK_FORMS  # of columns
+        has_places = self.columns is not None and self.tensors[0].kind in BLOCK_TYPES  # of columns
         return 4 * self.shape[-1] * has_places + sum(one.num_bytes for one in self.tensors)
 
     def numbers(self) -> Tensor:
@@ -186,14 +186,14 @@ class Source:
         """The parameter as it is stored, if it stays, in memory that ``empty`` makes, and the copies that fill this.
 
         Args:
-            num_digits: see ``BlockForm``.
+            num_digits: see ``BlockType``.
         """
         kind = self.tensors[0].kind
         parts = [torch.from_numpy(one.raw()).view(_HALVES.get(kind, torch.uint8)) for one in self.tensors]
         form, columns = None, None
-        if kind in BLOCK_FORMS:
+        if kind in BLOCK_TYPES:
             # Columns stay in the file's order, since a block has many of them.
-            form = replace(BLOCK_FORMS[kind], num_digits=num_digits)
+            form = replace(BLOCK_TYPES[kind], num_digits=num_digits)
             columns = None if self.columns is None else self.columns.places().argsort().int()
         elif self.columns is not None:
             parts = [one[..., self.columns.places()] for one in parts]

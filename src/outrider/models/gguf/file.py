@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from outrider.errors import ModelCorrupt, ModelNotFound
-from outrider.kernels.blocks import BLOCK_FORMS
+from outrider.kernels.blocks import BLOCK_TYPES
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
@@ -37,7 +37,7 @@ _PLAIN, _BF16 = {0: "f4", 1: "f2", 24: "i1", 25: "i2", 26: "i4", 27: "i8", 28: "
 _BLOCK_SIZES = {
     _BF16: (1, 2),
     **{kind: (1, np.dtype(plain).itemsize) for kind, plain in _PLAIN.items()},
-    **{kind: (form.num_numbers, form.num_bytes) for kind, form in BLOCK_FORMS.items()},
+    **{kind: (form.num_numbers, form.num_bytes) for kind, form in BLOCK_TYPES.items()},
 }
 _MOST_DIMENSIONS = 4
 _SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
