@@ -114,8 +114,7 @@ struct Part {
 
  private:
   // Turns scores of the places from `first` to `end` into weights.
-  INLINE_MEMBER void weigh(float* row, int64_t visible, int64_t visible_end, int64_t first, int64_t end,
-                           float* result) const {
+  INLINE_MEMBER void weigh(float* row, int64_t seen, int64_t seen_end, int64_t first, int64_t end, float* result) const {
     constexpr float HIDDEN = -__builtin_inff();
     const int64_t lowest = first / STRIPE * STRIPE, highest = (end + STRIPE - 1) / STRIPE * STRIPE;
     std::fill(row + lowest, row + first, 0.0f);
@@ -125,8 +124,8 @@ struct Part {
     for (int64_t i = lowest; i < highest; i += LANES) {
       Floats values = load(row + i) * scale;
       if (softcap != 0.0f) values = softcap * tanh(values / softcap);
-      if (i < visible || i + LANES > visible_end) {
-        UNROLLED for (int l = 0; l < LANES; l++) values[l] = i + l >= visible && i + l < visible_end ? values[l] : HIDDEN;
+      if (i < seen || i + LANES > seen_end) {
+        UNROLLED for (int l = 0; l < LANES; l++) values[l] = i + l >= seen && i + l < seen_end ? values[l] : HIDDEN;
       }
       store(row + i, values);
       largest = values > largest ? values : largest;
@@ -147,8 +146,7 @@ struct Part {
 };
 
 // Result of a query over all parts, which are `stride` numbers apart, and over a sink if there is one.
-INLINE void combine(const float* parts, int64_t num_parts, int64_t stride, int64_t width, const float* sink,
-                    float* to) {
+INLINE void combine(const float* parts, int64_t num_parts, int64_t stride, int64_t width, const float* sink, float* to) {
   float largest = sink == nullptr ? -__builtin_inff() : *sink, total = 0.0f;
   for (int64_t p = 0; p < num_parts; p++) largest = std::max(largest, parts[p * stride + width]);
   if (sink != nullptr) total = exponential(Floats{} + (*sink - largest))[0];

@@ -28,8 +28,7 @@ struct AttentionLayer : Worker {
 
   // Norms queries and keys and applies RoPE; stores keys and values.
   void place() const {
-    const int64_t H = a.num_heads, G = a.is_shared ? 0 : a.num_kv_heads, D = a.head_dim;
-    const int64_t inputs_width = a.inputs_width();
+    const int64_t H = a.num_heads, G = a.is_shared ? 0 : a.num_kv_heads, D = a.head_dim, inputs_width = a.inputs_width();
     if (a.norms_whole_rows) {
       for (int64_t t = thread; t < b.number; t += num_threads) {
         float* q = &b.inputs[t * inputs_width];

@@ -39,18 +39,16 @@ struct ExpertsLayer : Worker {
   // From `normed` to y; or to what is added there.
   void run(bool adds) const {
     const int64_t H = m.hidden, R = experts.row_width(), width = experts.down.first.width;
-    const int64_t number = b.number * experts.num_active;
+    const int64_t E = experts.num_experts, A = experts.num_active, number = b.number * A;
     const bool is_latent = experts.latent_in.data != nullptr;
     if (experts.router_norm.kind) {
       norm_and_round(experts.router_norm);
     } else if (adds) {
       round(b.normed, H);  // again, since the MLP has rounded its own rows
     }
-    product(rows_of(b.normed, H, b.number), experts.router, b.scores.get(), experts.num_experts);
+    product(rows_of(b.normed, H, b.number), experts.router, b.scores.get(), E);
     wait();
-    for (int64_t t = thread; t < b.number; t += num_threads) {
-      route(&b.scores[t * experts.num_experts], &b.choices[t * experts.num_active]);
-    }
+    for (int64_t t = thread; t < b.number; t += num_threads) route(&b.scores[t * E], &b.choices[t * A]);
     if (experts.norm.kind) {
       norm_and_round(experts.norm);
     } else {
@@ -61,9 +59,9 @@ struct ExpertsLayer : Worker {
       wait();
     }
     const Buffer& rows = is_latent ? b.found : b.normed;
-    const ByExpert by_expert(b.choices.get(), number, experts.num_experts, scratch<int64_t>());
+    const ByExpert by_expert(b.choices.get(), number, E, scratch<int64_t>());
     for (int64_t i = thread; i < number; i += num_threads) {
-      std::copy_n(&rows[by_expert.order[i] / experts.num_active * R], R, &b.gathered[i * R]);
+      std::copy_n(&rows[by_expert.order[i] / A * R], R, &b.gathered[i * R]);
       round_gathered(b.gathered, R, by_expert, i);
     }
     wait();

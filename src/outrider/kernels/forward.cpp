@@ -101,20 +101,19 @@ struct Forward : Worker {
   }
 
   void embed_per_layer() const {
-    const PerLayerEmbeddings& per_layer = m.per_layer;
-    const int64_t width = m.num_layers * per_layer.width;
-    const float scale = per_layer.scale, embedding_scale = per_layer.embedding_scale;
-    const float projection_scale = per_layer.projection_scale;
+    const PerLayerEmbeddings& table = m.per_layer;
+    const int64_t width = m.num_layers * table.width;
+    const float scale = table.scale, embedding_scale = table.embedding_scale, projection_scale = table.projection_scale;
     norm_and_round(Norm{});
-    product(rows_of(b.normed, m.hidden, b.number), per_layer.projection, b.per_layer_inputs.get(), width);
+    product(rows_of(b.normed, m.hidden, b.number), table.projection, b.per_layer_inputs.get(), width);
     wait();
     float* embedded = scratch<float>();
     for (int64_t t = thread; t < b.number; t += num_threads) {
       float* row = &b.per_layer_inputs[t * width];
-      dequantize_row(per_layer.embedding, b.tokens[t].id, embedded);
+      dequantize_row(table.embedding, b.tokens[t].id, embedded);
       for (int64_t i = 0; i < width; i++) row[i] *= projection_scale;
       for (int64_t l = 0; l < m.num_layers; l++) {
-        per_layer.norm.apply(row + l * per_layer.width, per_layer.width, row + l * per_layer.width);
+        table.norm.apply(row + l * table.width, table.width, row + l * table.width);
       }
       for (int64_t i = 0; i < width; i++) row[i] = (row[i] + embedded[i] * embedding_scale) * scale;
     }
@@ -134,9 +133,8 @@ struct Forward : Worker {
   void find_logits() const {
     wait();  // for all rows of x
     const int64_t number = b.wanted.size(), V = m.lm_head.num_channels;
-    for (int64_t w = thread; w < number; w += num_threads) {
+    for (int64_t w = thread; w < number; w += num_threads)
       norm_and_round(m.final_norm, &b.x[b.wanted[w] * m.hidden], w, number);
-    }
     wait();
     float* first = b.tokens[b.wanted[0]].logits;
     bool are_contiguous = true;

@@ -13,12 +13,9 @@ struct MlpLayer : Worker {
   // From `normed` to y.
   void run() const {
     const int64_t width = mlp.down.width, H = m.hidden;
-    for (int64_t i = 0; i < mlp.num_ups; i++) {
-      product(rows_of(b.normed, H, b.number), mlp.ups[i], &b.ups[i * b.number * width], width);
-    }
-    if (mlp.output_gate.data != nullptr) {
-      product(rows_of(b.normed, H, b.number), mlp.output_gate, b.output_gates.get(), 1);
-    }
+    const Rows rows = rows_of(b.normed, H, b.number);
+    for (int64_t i = 0; i < mlp.num_ups; i++) product(rows, mlp.ups[i], &b.ups[i * b.number * width], width);
+    if (mlp.output_gate.data != nullptr) product(rows, mlp.output_gate, b.output_gates.get(), 1);
     const float* factors = mlp.num_ups == 2 ? &b.ups[b.number * width] : per_layer_inputs;
     activate(mlp.gating, b.number, width, factors, mlp.num_ups == 2 ? width : stride);
     wait();

@@ -28,9 +28,8 @@ struct Attention {
   int64_t values_are_keys;   // without norm and rope
   int64_t norms_whole_rows;  // query_norm and key_norm: of all heads together
   AttentionMask mask;
-  double scale, softcap;     // softcap 0: none
   // Temperature tuning (Llama 4): queries * (1 + temperature_scale * log(1 + floor(position / temperature_floor_scale))).
-  double temperature_scale, temperature_floor_scale;
+  double scale, softcap, temperature_scale, temperature_floor_scale;  // softcap 0: none
   Norm query_norm, key_norm, value_norm;
   const float* sinks;  // attention sinks: scores of a place without a value, of each head; or null
   int64_t is_gated;    // the gate of a head's output follows its query

@@ -69,8 +69,7 @@ INLINE void convolve(const Recurrence& r, const Inputs& inputs, int64_t place, i
   each(to, number, [&](int64_t i, Floats) __attribute__((always_inline)) {
     Floats sum = r.conv_bias == nullptr ? Floats{} : load_to(r.conv_bias + begin, i, number);
     for (int64_t j = skipped; j < r.kernel_size; j++) {
-      const float* weights = r.conv_weight + j * r.conv_width + begin;
-      sum = multiply_add(load_to(rows[j], i, number), load_to(weights, i, number), sum);
+      sum = multiply_add(load_to(rows[j], i, number), load_to(r.conv_weight + j * r.conv_width + begin, i, number), sum);
     }
     return change(i, sum);
   });

@@ -66,8 +66,7 @@ struct Tasks {
 // Tokens that go through the layers together, and what they need.
 struct TokenBlock {
   TokenBlock(const Model& m, const Batch& batch, const Token* tokens, int64_t number, int64_t num_threads)
-      : m(m), batch(batch), tokens(tokens), number(number),
-        normed_width(m.draft_input.is_there ? 2 * m.hidden : m.hidden) {
+      : m(m), batch(batch), tokens(tokens), number(number), normed_width(m.hidden * (m.draft_input.is_there ? 2 : 1)) {
     int64_t widest = normed_width, inputs_width = 0, q_width = 0, ups_width = 0, mixed_width = 0;
     int64_t kernel_size = 0, num_experts = 0, num_active = 0, num_rounded = 0, row_width = m.hidden;
     int64_t num_kept = 0, scratch_size = m.num_layers * m.per_layer.width * sizeof(float);
@@ -102,11 +101,10 @@ struct TokenBlock {
     x = buffer(number * m.hidden), y = buffer(number * m.hidden), normed = buffer(number * normed_width);
     inputs = buffer(number * inputs_width), attended = buffer(number * q_width), ups = buffer(number * ups_width);
     cos_sin = buffer(number * m.num_ropes * rope_width);
-    kept = buffer(num_kept * MAX_QUERIES);
+    kept = buffer(num_kept * MAX_QUERIES), output_gates = buffer(number);
     if (kernel_size) find_spans(kernel_size, has_states);
     mixed = buffer(span_of.size() * mixed_width);
     per_layer_inputs = buffer(number * m.num_layers * m.per_layer.width), scores = buffer(number * num_experts);
-    output_gates = buffer(number);
     gathered = buffer(number * num_active * row_width), found = buffer(number * num_active * row_width);
     choices = make<Choice>(number * num_active), scratch = make<std::byte>(num_threads * scratch_bytes);
     if (m.num_digits) chunks = make<RoundedChunk>(number * std::max(num_rounded, num_chunks(widest)));

@@ -95,9 +95,8 @@ def _draft_input(plan: DraftInputPlan | None, hidden: int, weights: Weights) -> 
     if plan is None:
         return native().DraftInput()
     norms = (weights.norm(norm, hidden) for norm in (plan.embedding_norm, plan.state_norm))
-    stated = plan.projection
-    projection = native().Matrix() if stated is None else _matrix(stated, 2 * hidden, hidden, weights)
-    return native().DraftInput(True, *norms, projection, plan.adds_normed)
+    matrix = native().Matrix() if plan.projection is None else _matrix(plan.projection, 2 * hidden, hidden, weights)
+    return native().DraftInput(True, *norms, matrix, plan.adds_normed)
 
 
 def _matrix(plan: MatrixPlan, width: int, num_channels: int | None, weights: Weights) -> Any:
@@ -116,10 +115,8 @@ def _per_layer(plan: Plan, hidden: int, weights: Weights) -> Any:
     projection = _matrix(stated.projection, hidden, embedding.width, weights)
     width = embedding.width // len(plan.layers)
     check_size(stated.embedding, embedding.width, width * len(plan.layers))
-    norm = weights.norm(stated.norm, width)
-    return _filled(
-        native().PerLayerEmbeddings, stated, width=width, embedding=embedding, projection=projection, norm=norm
-    )
+    matrices = {"embedding": embedding, "projection": projection}
+    return _filled(native().PerLayerEmbeddings, stated, width=width, norm=weights.norm(stated.norm, width), **matrices)
 
 
 def _fill(layer: Any, plan: LayerPlan, hidden: int, width: int, weights: Weights) -> None:

@@ -206,8 +206,7 @@ class PerLayerPlan:
 
     embedding: str  # name of a matrix [V, layers * P]
     embedding_scale: float
-    # [layers * P, H], whose result is multiplied by ``projection_scale`` before the norm of P numbers:
-    projection: MatrixPlan
+    projection: MatrixPlan  # [layers * P, H]; times ``projection_scale`` the input of the norm of P numbers
     projection_scale: float
     norm: NormPlan
     scale: float
