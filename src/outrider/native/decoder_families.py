@@ -39,8 +39,9 @@ def _qwen2_attention(config: Any, at: str, i: int, has_bias: bool = True) -> Fie
 
 def _ministral3_attention(config: Any, at: str, i: int) -> Fields:
     rope = config.rope_parameters
-    growth = {"growth": rope["llama_4_scaling_beta"], "growth_span": rope["original_max_position_embeddings"]}
-    return _window(config, at, i) | growth
+    floor_scale = rope["original_max_position_embeddings"]
+    tuning = {"temperature_scale": rope["llama_4_scaling_beta"], "temperature_floor_scale": floor_scale}
+    return _window(config, at, i) | tuning
 
 
 def _norms_after(config: Any, at: str, i: int) -> Fields:
@@ -77,7 +78,7 @@ def _cohere2_layer(config: Any, at: str, i: int) -> Fields:
 
 def _cohere2_whole(config: Any) -> Fields:
     norm = layer_norm("model.norm", config.layer_norm_eps, False)
-    return {"last_norm": norm, "logit_scale": config.logit_scale, **_interleaved_rope(config)}
+    return {"final_norm": norm, "logit_scale": config.logit_scale, **_interleaved_rope(config)}
 
 
 def _granite_attention(config: Any, at: str, i: int) -> Fields:
@@ -130,11 +131,11 @@ def _gpt2_layer(config: Any, at: str, i: int) -> Fields:
 def _gpt2_whole(config: Any) -> Fields:
     return {
         "at": "transformer.h",
-        "last_norm": layer_norm("transformer.ln_f", config.layer_norm_epsilon),
+        "final_norm": layer_norm("transformer.ln_f", config.layer_norm_epsilon),
         "ropes": (),
         "embedding": "transformer.wte.weight",
-        "place_embedding": "transformer.wpe.weight",
-        "num_places": config.n_positions,
+        "position_embedding": "transformer.wpe.weight",
+        "num_positions": config.n_positions,
     }
 
 
@@ -155,7 +156,7 @@ def _qwen3_moe_layer(config: Any, at: str, i: int) -> Fields:
 
 def _qwen2_moe_layer(config: Any, at: str, i: int) -> Fields:
     found, gate = _qwen3_moe_layer(config, at, i), linear(f"{at}.mlp.shared_expert_gate")
-    return found and found | {"mlp": mlp_of(config, f"{at}.mlp.shared_expert", scale=gate)}
+    return found and found | {"mlp": mlp_of(config, f"{at}.mlp.shared_expert", output_gate=gate)}
 
 
 def _glm4_moe_layer(config: Any, at: str, i: int) -> Fields:
@@ -171,16 +172,16 @@ def _ernie4_5_moe_layer(config: Any, at: str, i: int) -> Fields:
     last = config.moe_layer_end_index % config.num_hidden_layers
     if (i + 1) % config.moe_layer_interval or not config.moe_layer_start_index <= i <= last:
         return {}
-    correction = f"{at}.mlp.gate.moe_statics.e_score_correction_bias"
+    correction_bias = f"{at}.mlp.gate.moe_statics.e_score_correction_bias"
     shared = mlp_of(config, f"{at}.mlp.shared_experts") if config.moe_num_shared_experts else None
-    return {"mlp": shared, "experts": experts_of(config, f"{at}.mlp", correction=correction)}
+    return {"mlp": shared, "experts": experts_of(config, f"{at}.mlp", correction_bias=correction_bias)}
 
 
 def _ernie4_5_moe_whole(config: Any) -> Fields:
     head = linear("lm_head", config.use_bias)
     if config.tie_word_embeddings:
         head = replace(head, weight="model.embed_tokens.weight")
-    return {"head": head, **_interleaved_rope(config)}
+    return {"lm_head": head, **_interleaved_rope(config)}
 
 
 def _gpt_oss_layer(config: Any, at: str, i: int) -> Fields:
@@ -197,7 +198,7 @@ def _gpt_oss_layer(config: Any, at: str, i: int) -> Fields:
         router=linear(f"{at}.mlp.router", True),
         ups=tuple(matrices("gate_up", part, 2) for part in range(2)),
         down=matrices("down"),
-        slope=config.swiglu_alpha,
+        alpha=config.swiglu_alpha,
         limit=config.swiglu_limit,
     )
     return {"mlp": None, "experts": experts}
@@ -243,7 +244,7 @@ FAMILIES: Families = {
         like_llama(
             _starcoder2_attention,
             _starcoder2_layer,
-            lambda c: {"last_norm": layer_norm("model.norm", c.norm_epsilon)},
+            lambda c: {"final_norm": layer_norm("model.norm", c.norm_epsilon)},
         ),
         "use_bias norm_epsilon norm_type mlp_type",
     ),

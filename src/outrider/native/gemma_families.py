@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from outrider.native import parts
-from outrider.native.plan import AttentionPlan, Families, LayerPlan, NormPlan, NotPlanned, Plan, SidesPlan
+from outrider.native.plan import AttentionPlan, Families, LayerPlan, NormPlan, NotPlanned, PerLayerPlan, Plan
 
 _NORMS = {
     "mixer_norm": "input_layernorm",
@@ -28,7 +28,7 @@ def _gemma(config: Any) -> Plan:
         others: dict[str, Any] = {}
         if has_kinds:
             cap = getattr(config, "attn_logit_softcapping", None)
-            others = {"window": parts.window_of(config, i), "cap": cap, "scale": config.query_pre_attn_scalar**-0.5}
+            others = {"window": parts.window_of(config, i), "softcap": cap, "scale": config.query_pre_attn_scalar**-0.5}
         if is_third:
             others |= parts.head_norms(config, at, 1.0) | {"rope": kinds.index(config.layer_types[i])}
         return parts.layer_of(config, at, parts.attention_of(config, at, **others), **norms)
@@ -36,10 +36,10 @@ def _gemma(config: Any) -> Plan:
     return parts.decoder_of(
         config,
         layer,
-        last_norm=parts.rms(config, "model.norm", 1.0),
+        final_norm=parts.rms(config, "model.norm", 1.0),
         ropes=tuple(parts.rope_of(config, kind) for kind in kinds) or None,
         embedding_scale=config.hidden_size**0.5,
-        logit_cap=getattr(config, "final_logit_softcapping", None),
+        logit_softcap=getattr(config, "final_logit_softcapping", None),
     )
 
 
@@ -65,8 +65,8 @@ def _gemma4(config: Any) -> Plan:
         return parts.attention_of(
             config,
             at,
-            num_groups=own["num_key_value_heads"],
-            head_width=own["head_dim"],
+            num_kv_heads=own["num_key_value_heads"],
+            head_dim=own["head_dim"],
             scale=1.0,
             inputs=tuple(parts.linear(f"{at}.self_attn.{name}_proj", config.attention_bias) for name in inputs),
             source=source,
@@ -86,8 +86,8 @@ def _gemma4(config: Any) -> Plan:
         made = parts.experts_of(
             config,
             at,
-            number=config.num_experts,
-            num_chosen=config.top_k_experts,
+            num_experts=config.num_experts,
+            num_active=config.top_k_experts,
             router=parts.linear(f"{at}.router.proj"),
             router_norm=NormPlan("rms", f"{at}.router.scale", config.rms_norm_eps, factor=config.hidden_size**-0.5),
             scales=f"{at}.router.per_expert_scale",
@@ -105,12 +105,12 @@ def _gemma4(config: Any) -> Plan:
         if width:
             gate, projection = parts.linear(f"{at}.per_layer_input_gate"), parts.linear(f"{at}.per_layer_projection")
             others |= {
-                "side": parts.mlp_of(config, at, ups=(gate,), down=projection),
-                "side_post_norm": parts.rms(config, f"{at}.post_per_layer_input_norm"),
+                "per_layer_mlp": parts.mlp_of(config, at, ups=(gate,), down=projection),
+                "per_layer_post_norm": parts.rms(config, f"{at}.post_per_layer_input_norm"),
             }
         return parts.layer_of(config, at, attention(at, i), scale=f"{at}.layer_scalar", **others)
 
-    sides = SidesPlan(
+    per_layer = PerLayerPlan(
         "model.embed_tokens_per_layer.weight",
         width**0.5,
         parts.linear("model.per_layer_model_projection"),
@@ -121,10 +121,10 @@ def _gemma4(config: Any) -> Plan:
     return parts.decoder_of(
         config,
         layer,
-        ropes=tuple(parts.rope_of(config, kind, head_width=_of_kind(config, kind)["head_dim"]) for kind in kinds),
+        ropes=tuple(parts.rope_of(config, kind, head_dim=_of_kind(config, kind)["head_dim"]) for kind in kinds),
         embedding_scale=config.hidden_size**0.5,
-        logit_cap=config.final_logit_softcapping,
-        sides=sides if width else None,
+        logit_softcap=config.final_logit_softcapping,
+        per_layer=per_layer if width else None,
     )
 
 

@@ -25,16 +25,16 @@ def _qwen3_5(config: Any) -> plan.Plan:
         return plan.RecurrencePlan(
             "delta",
             conv_width=2 * num_groups * key_width + num_heads * value_width,
-            num_taps=config.linear_conv_kernel_dim,
-            taps=f"{at}.conv1d.weight",
+            kernel_size=config.linear_conv_kernel_dim,
+            conv_weight=f"{at}.conv1d.weight",
             inputs=tuple(parts.linear(f"{at}.in_proj_{name}") for name in ("qkv", "b", "a", "z")),
             out=parts.linear(f"{at}.out_proj"),
             num_heads=num_heads,
             num_groups=num_groups,
             key_width=key_width,
             value_width=value_width,
-            rates=f"{at}.A_log",
-            step_bias=f"{at}.dt_bias",
+            a_log=f"{at}.A_log",
+            dt_bias=f"{at}.dt_bias",
             out_norm=parts.rms(config, f"{at}.norm"),
         )
 
@@ -43,11 +43,11 @@ def _qwen3_5(config: Any) -> plan.Plan:
         others: dict[str, Any] = {field: parts.rms(config, f"{at}.{name}", 1.0) for field, name in norms}
         if config.model_type == "qwen3_5_moe_text":
             gate = parts.linear(f"{at}.mlp.shared_expert_gate")
-            others["mlp"] = parts.mlp_of(config, f"{at}.mlp.shared_expert", scale=gate)
+            others["mlp"] = parts.mlp_of(config, f"{at}.mlp.shared_expert", output_gate=gate)
             others["experts"] = parts.experts_of(config, f"{at}.mlp")
         return parts.layer_of(config, at, mixer(at, i), **others)
 
-    return parts.decoder_of(config, layer, last_norm=parts.rms(config, "model.norm", 1.0))
+    return parts.decoder_of(config, layer, final_norm=parts.rms(config, "model.norm", 1.0))
 
 
 def _lfm2(config: Any) -> plan.Plan:
@@ -71,17 +71,17 @@ def _lfm2(config: Any) -> plan.Plan:
         return plan.RecurrencePlan(
             "convolution",
             conv_width=config.hidden_size,
-            num_taps=config.conv_L_cache,
-            taps=f"{at}.conv.conv.weight",
-            taps_bias=f"{at}.conv.conv.bias" if bias else None,
+            kernel_size=config.conv_L_cache,
+            conv_weight=f"{at}.conv.conv.weight",
+            conv_bias=f"{at}.conv.conv.bias" if bias else None,
             inputs=tuple(parts.linear(f"{at}.conv.in_proj", bias, part, 3) for part in (0, 2, 1)),
             out=parts.linear(f"{at}.conv.out_proj", bias),
         )
 
     def experts(at: str) -> plan.ExpertsPlan:
-        correction = f"{at}.expert_bias" if config.use_expert_bias else None
-        of_router = {"is_sigmoid": True, "added": 1e-6, "scale": config.routed_scaling_factor}
-        return parts.experts_of(config, at, activation="silu", correction=correction, **of_router)
+        correction_bias = f"{at}.expert_bias" if config.use_expert_bias else None
+        of_router = {"is_sigmoid": True, "sum_epsilon": 1e-6, "scale": config.routed_scaling_factor}
+        return parts.experts_of(config, at, activation="silu", correction_bias=correction_bias, **of_router)
 
     def layer(at: str, i: int) -> plan.LayerPlan:
         norms: dict[str, Any] = {"mixer_norm": norm(f"{at}.operator_norm"), "mlp_norm": norm(f"{at}.ffn_norm")}
@@ -90,7 +90,7 @@ def _lfm2(config: Any) -> plan.Plan:
         ups, down = (parts.linear(f"{at}.feed_forward.w{n}") for n in (1, 3)), parts.linear(f"{at}.feed_forward.w2")
         return plan.LayerPlan(mixer(at, i), plan.MlpPlan(tuple(ups), down, "silu"), **norms)
 
-    return parts.decoder_of(config, layer, last_norm=norm("model.embedding_norm"))
+    return parts.decoder_of(config, layer, final_norm=norm("model.embedding_norm"))
 
 
 def _check_silu(config: Any) -> None:
@@ -99,15 +99,15 @@ def _check_silu(config: Any) -> None:
         raise plan.NotPlanned(f"its plan does not know hidden_act={config.hidden_act} of convolutions")
 
 
-def _mamba2(at: str, *, has_bias: bool, has_taps_bias: bool, **others: Any) -> plan.RecurrencePlan:
+def _mamba2(at: str, *, has_bias: bool, has_conv_bias: bool, **others: Any) -> plan.RecurrencePlan:
     fields: parts.Fields = {
         "conv_width": 2 * others["num_groups"] * others["key_width"] + others["num_heads"] * others["value_width"],
-        "taps": f"{at}.conv1d.weight",
-        "taps_bias": f"{at}.conv1d.bias" if has_taps_bias else None,
+        "conv_weight": f"{at}.conv1d.weight",
+        "conv_bias": f"{at}.conv1d.bias" if has_conv_bias else None,
         "inputs": (parts.linear(f"{at}.in_proj", has_bias),),
         "out": parts.linear(f"{at}.out_proj", has_bias),
-        "rates": f"{at}.A_log",
-        "step_bias": f"{at}.dt_bias",
+        "a_log": f"{at}.A_log",
+        "dt_bias": f"{at}.dt_bias",
         "skips": f"{at}.D",
     }
     return plan.RecurrencePlan("mamba2", **(fields | others))
@@ -122,11 +122,11 @@ def _mamba2_of(config: Any, at: str, **others: Any) -> plan.RecurrencePlan:
         "num_groups": config.mamba_n_groups,
         "key_width": config.mamba_d_state,
         "value_width": config.mamba_d_head,
-        "num_taps": config.mamba_d_conv,
+        "kernel_size": config.mamba_d_conv,
         "out_norm": parts.rms(config, f"{at}.norm"),
-        "least_step": least,
+        "dt_min": least,
     }
-    biases = {"has_bias": bool(config.mamba_proj_bias), "has_taps_bias": bool(config.mamba_conv_bias)}
+    biases = {"has_bias": bool(config.mamba_proj_bias), "has_conv_bias": bool(config.mamba_conv_bias)}
     return _mamba2(at, **biases, **(fields | others))
 
 
@@ -160,7 +160,7 @@ def _granite_hybrid(config: Any) -> plan.Plan:
 
 
 def _falcon_h1(config: Any) -> plan.Plan:
-    """Falcon-H1: attention and Mamba-2 beside it in each layer. Its multipliers are factors of products."""
+    """Falcon-H1: attention and Mamba-2 beside it in each layer. Its multipliers are output_scales of products."""
     _check_silu(config)
     if config.mamba_rms_norm and config.mamba_norm_before_gate:
         raise plan.NotPlanned("its plan does not know mamba_norm_before_gate=True")
@@ -175,8 +175,8 @@ def _falcon_h1(config: Any) -> plan.Plan:
     inner, of_groups = config.mamba_n_heads * config.mamba_d_head, config.mamba_n_groups * config.mamba_d_state
     sizes = inner, inner, of_groups, of_groups, config.mamba_n_heads
 
-    def times(name: str, field: str, *factors: tuple[int, float]) -> plan.MatrixPlan:
-        return replace(parts.linear(name, getattr(config, field)), factors=factors)
+    def times(name: str, field: str, *output_scales: tuple[int, float]) -> plan.MatrixPlan:
+        return replace(parts.linear(name, getattr(config, field)), output_scales=output_scales)
 
     def layer(at: str, i: int) -> plan.LayerPlan:
         mamba, mlp = f"{at}.mamba", f"{at}.feed_forward"
@@ -185,7 +185,7 @@ def _falcon_h1(config: Any) -> plan.Plan:
         attention = parts.attention_of(
             config,
             at,
-            scale=parts.head_width_of(config) ** -0.5 * before**2 * of_keys,
+            scale=parts.head_dim_of(config) ** -0.5 * before**2 * of_keys,
             out=times(f"{at}.self_attn.o_proj", "attention_bias", (0, before * after)),
         )
         beside = _mamba2_of(
@@ -207,7 +207,7 @@ def _falcon_h1(config: Any) -> plan.Plan:
     return parts.decoder_of(
         config,
         layer,
-        last_norm=parts.rms(config, "model.final_layernorm"),
+        final_norm=parts.rms(config, "model.final_layernorm"),
         embedding_scale=config.embedding_multiplier,
         logit_scale=config.lm_head_multiplier,
     )
@@ -242,14 +242,14 @@ def _nemotron_h(config: Any) -> plan.Plan:
             mixer = _mamba2(
                 name,
                 has_bias=bias,
-                has_taps_bias=bool(config.use_conv_bias),
+                has_conv_bias=bool(config.use_conv_bias),
                 num_heads=config.mamba_num_heads,
                 num_groups=config.n_groups,
                 key_width=config.ssm_state_size,
                 value_width=config.mamba_head_dim,
-                num_taps=config.conv_kernel,
+                kernel_size=config.conv_kernel,
                 out_norm=norm(f"{name}.norm"),
-                least_step=config.time_step_min,
+                dt_min=config.time_step_min,
             )
         elif kind in ("attention", "full_attention"):
             inputs, out = tuple(parts.linear(f"{name}.{one}_proj") for one in "qkv"), parts.linear(f"{name}.o_proj")
@@ -261,10 +261,10 @@ def _nemotron_h(config: Any) -> plan.Plan:
     return parts.decoder_of(
         config,
         layer,
-        last_norm=norm("model.norm_f"),
+        final_norm=norm("model.norm_f"),
         ropes=(),
         embedding="model.embeddings.weight",
-        head=plan.MatrixPlan("lm_head.weight"),  # never tied
+        lm_head=plan.MatrixPlan("lm_head.weight"),  # never tied
     )
 
 
