@@ -29,7 +29,7 @@ FAULTS = [
      "runtime decoding"),
     ("runtime/cache.py", "return min(num_tokens, int(self.anchors[slot])) if self.has_states else num_tokens",
      "return num_tokens", "decoding"),
-    ("native/parts.py", "return config.sliding_window  #", "return config.sliding_window + 1  #", "native"),
+    ("models/families/parts.py", "return config.sliding_window  #", "return config.sliding_window + 1  #", "native"),
     # Scheduler and loop
     ("decoding/scheduler.py", "row.request.prompt_ids[:-1] if", "row.request.prompt_ids if", "decoding"),
     ("decoding/scheduler.py", "() if one.row.is_spoilt else one.held", "one.held", "decoding"),
@@ -41,7 +41,7 @@ FAULTS = [
     # Adaptive K
     ("decoding/schedule.py", "< _CHANGE * rates[load.usual_k]", "> _CHANGE * rates[load.usual_k]", "decoding"),
     # Files
-    ("models/gguf/family.py", "return numbers - 1\n", "return numbers\n", "models"),
+    ("models/gguf/tensors.py", "return numbers - 1\n", "return numbers\n", "models"),
     ("models/gguf/vocabulary.py", "(-scores[ids[text]], -len(text))", "-scores[ids[text]]", "models"),
     # Requests of the server
     ("serve/body.py", "                if given[other] != given[found[0]]:", "                if False:", "serve"),

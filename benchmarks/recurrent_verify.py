@@ -26,6 +26,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from outrider.kernels.blocks import BLOCK_TYPES
 from outrider.kernels.narrow_weight import NarrowWeight
 from outrider.measure.tables import new_table
+from outrider.models.families.table import plan_of
 from outrider.native.engine import NativeForward
 from outrider.runtime.cache import SlotCache
 from outrider.system.provenance import provenance
@@ -54,7 +55,8 @@ def main() -> None:
     parser.add_argument("--num-layers", type=int, default=24)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    native = NativeForward(_model(arguments.num_layers, arguments.weights))
+    model = _model(arguments.num_layers, arguments.weights)
+    native = NativeForward(model, plan_of(model.config))
     taken: dict[int, list[float]] = {width: [] for width in arguments.tokens}
     behind: dict[int, list[int]] = {width: [] for width in arguments.tokens}
     arms = {width: SlotCache.empty(native.layer_shapes, 1, _CAPACITY) for width in arguments.tokens}

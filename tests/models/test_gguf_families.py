@@ -17,14 +17,15 @@ from torch import nn
 
 import outrider
 from gguf_models import CASES, IDS, IN_MANY_FORMS, PLACES, Case, many_forms, random_case, write_case, write_in_blocks
-from native_cases import native_logits
+from native_cases import native_forward, native_logits
 from outrider.errors import ModelError, ModelNotFound, OutriderError, UnsupportedModel
 from outrider.kernels.blocks import BLOCK_TYPES
-from outrider.models.gguf.families import FAMILIES
+from outrider.models.families.table import plan_of
+from outrider.models.gguf.checkpoint import gguf_config
 from outrider.models.gguf.file import GgufFile, is_readable
+from outrider.models.gguf.model import ARCHITECTURES
 from outrider.models.loading import load_checkpoint
 from outrider.models.registry import Placement, resolve
-from outrider.native.engine import NativeForward
 from outrider.native.planned_model import PlannedModel
 
 _GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "gguf_logits.json").read_text())
@@ -41,7 +42,7 @@ def _logits(model: nn.Module) -> torch.Tensor:
 
 
 def test_every_family_has_a_case() -> None:
-    assert {case.architecture for case in CASES.values()} == set(FAMILIES)
+    assert {case.architecture for case in CASES.values()} == set(ARCHITECTURES)
     assert _GOLDEN.keys() == {name for name, case in CASES.items() if case.has_oracle} | {IN_MANY_FORMS}
 
 
@@ -58,7 +59,8 @@ def test_gguf_equals_the_model_that_was_written(name: str, tmp_path: Path) -> No
     planned = load_checkpoint(resolve(str(file))).model
     assert isinstance(planned, PlannedModel) == (name not in _UNPLANNED)
     if isinstance(planned, PlannedModel):
-        found.append(native_logits(NativeForward(planned), torch.tensor([IDS]))[0])
+        assert planned.plan == plan_of(gguf_config(GgufFile.open(file), name))
+        found.append(native_logits(native_forward(planned), torch.tensor([IDS]))[0])
     for logits in found:
         torch.testing.assert_close(logits, want, rtol=0.0, atol=_TOLERANCES.get(case.model_type, 5e-5) * spread)
         if name in _GOLDEN:

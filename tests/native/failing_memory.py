@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from native_cases import CASES, drawn, native_logits, random_model
+from native_cases import CASES, drawn, native_forward, native_logits, random_model
 from outrider.errors import DeviceError
 from outrider.kernels.library import few_row_matmul, library
-from outrider.native.engine import NativeForward
 
 _CASES = [
     *(("llama", "llama with biases, tied"), ("gemma4_text", "plain"), ("qwen3_5_text", "plain")),
@@ -51,7 +50,7 @@ def check(failing: _Failing, error: type[Exception], run: Callable[[], Tensor], 
 with torch.inference_mode():
     torch.set_num_threads(2)
     for family, name in _CASES:
-        native = NativeForward(random_model(family, CASES[family][name]))
+        native = native_forward(random_model(family, CASES[family][name]))
         native._run = _Failing(native._run)
         check(native._run, DeviceError, partial(native_logits, native, drawn(1, _LENGTH)), 20)
     kernels: Any = library()

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from native_cases import CASES, VOCAB, random_model
+from native_cases import CASES, VOCAB, native_forward, random_model
 from native_weights import OF_SEVERAL, model_in
 from outrider.native.engine import NativeForward
 from outrider.runtime.cache import STRIDE, SlotCache
@@ -86,7 +86,7 @@ def threads() -> Iterator[Callable[[int], None]]:
 def test_equal_bits(make: Callable[[], PreTrainedModel], dtype: torch.dtype, threads: Callable[[int], None]) -> None:
     """Texts in slots of a cache, which move, with forwards of any width and pieces of prompts; a prefix from another
     slot; tokens that are rejected behind those that stay. Anchors of states follow."""
-    native, rng, generator = NativeForward(make()), random.Random(0), torch.Generator().manual_seed(0)
+    native, rng, generator = native_forward(make()), random.Random(0), torch.Generator().manual_seed(0)
     texts = [torch.randint(1, VOCAB, (length,), generator=generator) for length in _LENGTHS]
     for ids in texts[1:]:
         ids[:_SHARED] = texts[0][:_SHARED]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from native_cases import CASES, CONTEXT, VOCAB, drawn, native_lm, native_logits, random_model
+from native_cases import CASES, CONTEXT, VOCAB, drawn, native_forward, native_lm, native_logits, random_model
 from native_weights import BLOCKS, OF_SEVERAL, PLAIN, model_in
 from outrider.drafters.base import NO_DRAFTER
 from outrider.drafters.lookups import ngram_drafter
@@ -39,7 +39,7 @@ _KINDS = [
 
 
 def _lm(model: PreTrainedModel, *, is_native: bool = False) -> LM:
-    forward = NativeForward(model) if is_native else TransformersForward(model)
+    forward = native_forward(model) if is_native else TransformersForward(model)
     return LM(forward, name=model.config.model_type, vocab_size=VOCAB, context_len=CONTEXT)
 
 
@@ -116,7 +116,7 @@ def test_positions_that_are_not_places() -> None:
 @torch.inference_mode()
 def test_arguments_that_the_library_would_misread() -> None:
     """Typed errors, before anything is written: else memory of others would be read or written."""
-    native = NativeForward(random_model("gpt2", {}, max_position_embeddings=30))
+    native = native_forward(random_model("gpt2", {}, max_position_embeddings=30))
     ids, places = drawn(2, 4), torch.arange(4).expand(2, 4).clone()
     cache, longer = (SlotCache.empty(native.layer_shapes, 2, capacity) for capacity in (20, 40))
     for at, bad_id, place, where in ((0, VOCAB, 0, cache), (1, -1, 1, cache), (3, 5, 20, cache), (3, 5, 30, longer)):
@@ -178,10 +178,10 @@ _REFUSED: dict[str, tuple[Callable[[PreTrainedModel], Any], str]] = {
 def test_modules_without_a_plan(name: str) -> None:
     change, reason = _REFUSED[name]
     model = random_model("llama", {}, intermediate_size=32)
-    NativeForward(model)
+    native_forward(model)
     change(model)
     with pytest.raises(NotPlanned, match=reason):
-        NativeForward(model)
+        native_forward(model)
 
 
 def model_of(family: str) -> PreTrainedModel:
@@ -198,7 +198,7 @@ def steps(native: Any, ids: Tensor) -> Tensor:
 @torch.inference_mode()
 def test_a_long_text_that_may_be_rejected() -> None:
     """Of more tokens than the ring keeps, the first cannot be taken back; of a prompt, none."""
-    native, ids, places = NativeForward(model_of("qwen3_5_text")), drawn(1, 200), torch.arange(200)[None]
+    native, ids, places = native_forward(model_of("qwen3_5_text")), drawn(1, 200), torch.arange(200)[None]
     want = steps(native, ids[0])
     for is_prompt in (False, True):
         cache = SlotCache.empty(native.layer_shapes, 1, CONTEXT)
@@ -267,7 +267,7 @@ def test_native_logits_equal_the_widened_model(form: str, is_tied: bool) -> None
     """Random blocks with offsets make a head look at one token alone, where a last bit of a score counts: the largest
     error may be larger than in test_families.py, though Transformers' own is as large."""
     model = model_in(form, tie_word_embeddings=is_tied)
-    largest, usual = _errors(_logits(NativeForward(model)), _twin(model))
+    largest, usual = _errors(_logits(native_forward(model)), _twin(model))
     assert largest <= 2e-4 and usual <= 3e-6
 
 
@@ -278,21 +278,21 @@ def test_native_logits_of_rounded_rows(form: str, num_digits: int, low: float, h
     these differences more numbers in what follows: it is near where integers have 8 bits, and no nearer than the model
     that rounds nothing where they have 15."""
     model = model_in(form, num_digits)
-    native = NativeForward(model)
+    native = native_forward(model)
     got = _logits(native)
     _, error = _errors(got, _twin(model, num_digits))
     _, of_rounding = _errors(got, _twin(model))
     assert low < of_rounding < high and error < (0.6 if num_digits == 1 else 1.2) * of_rounding
     with native.without_rounding():
         plain = _logits(native)
-    assert torch.equal(plain, _logits(NativeForward(model_in(form)))) and torch.equal(_logits(native), got)
+    assert torch.equal(plain, _logits(native_forward(model_in(form)))) and torch.equal(_logits(native), got)
 
 
 @pytest.mark.parametrize(("family", "num_digits"), [*((family, 0) for family in OF_SEVERAL), ("llama", 2)])
 def test_models_of_several_forms(family: str, num_digits: int) -> None:
     model = model_in(OF_SEVERAL[family][0], num_digits, family, OF_SEVERAL[family][1])
     assert sum(isinstance(one, NarrowWeight) for one in model.parameters()) > 2
-    largest, usual = _errors(_logits(NativeForward(model)), _twin(model, num_digits))
+    largest, usual = _errors(_logits(native_forward(model)), _twin(model, num_digits))
     assert (largest <= 2e-4 and usual <= 3e-6) or (num_digits and largest <= 1e-3) or family == "qwen3_5_text"
     assert largest <= 1e-3
 
@@ -318,8 +318,8 @@ def test_native_forward_refuses_unknown_storage() -> None:
         {"gate_up_proj": "Q8_0"}, family="qwen3_moe", stated=OF_SEVERAL["qwen3_moe"][1] | {"moe_intermediate_size": 72}
     )
     with pytest.raises(NotPlanned, match="parts of 72 rows, no multiple of 16"):
-        NativeForward(model)
+        native_forward(model)
     model, other = model_in("Q4_0", 1), model_in("Q4_0", 2)
     model.model.layers[1].mlp.up_proj.weight = other.model.layers[1].mlp.up_proj.weight
     with pytest.raises(NotPlanned, match="its matrices have several arithmetics"):
-        NativeForward(model)
+        native_forward(model)

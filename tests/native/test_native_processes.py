@@ -49,14 +49,13 @@ def test_native_forward_survives_failed_allocations(tmp_path: Path) -> None:
 _PROGRAM = """
 import os
 import torch
-from native_cases import CASES, native_logits, random_model
-from outrider.native.engine import NativeForward
+from native_cases import CASES, native_forward, native_logits, random_model
 
 def run():
     return native_logits(native, torch.arange(1, 51)[None]), torch.zeros(1_000_000).add_(1).sum()
 
 torch.set_num_threads(2)
-native = NativeForward(random_model("llama", CASES["llama"]["llama with biases, tied"]))
+native = native_forward(random_model("llama", CASES["llama"]["llama with biases, tied"]))
 want = run()
 if (child := os.fork()) == 0:
     assert torch.get_num_threads() == 1

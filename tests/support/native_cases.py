@@ -11,14 +11,16 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from families import FILES, VARIATIONS, Fields, configuration
 from outrider.models.executions import choose_execution
+from outrider.models.families.table import plan_of
 from outrider.native.engine import NativeForward
+from outrider.native.planned_model import PlannedModel
 from outrider.runtime.cache import SlotCache
 from outrider.runtime.lm import LM
 from outrider.runtime.transformers_forward import TransformersForward
 
 VOCAB = 99
 CONTEXT = 640
-_SIZES: Fields = {
+SIZES: Fields = {
     "vocab_size": VOCAB,
     "hidden_size": 40,
     "intermediate_size": 80,
@@ -40,7 +42,7 @@ ALL = [(family, name) for family, cases in CASES.items() for name in cases]
 
 def random_model(family: str, fields: Fields, seed: int = 0, **sizes: Any) -> PreTrainedModel:
     """A model, float32, whose logits depend on the whole text."""
-    config = configuration(family, _SIZES | sizes | fields)
+    config = configuration(family, SIZES | sizes | fields)
     # Eager: "sdpa" leaves caps out.
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
     generator = torch.Generator().manual_seed(seed)
@@ -55,6 +57,11 @@ def random_model(family: str, fields: Fields, seed: int = 0, **sizes: Any) -> Pr
         if family == "gemma4_text" and name.endswith("q_norm.weight"):
             parameter.mul_(0.1)  # scores are not scaled: with large ones, a last bit of a number counts
     return model
+
+
+def native_forward(model: Any) -> NativeForward:
+    """Forward of a model of Transformers, or of a planned one."""
+    return NativeForward(model, model.plan if isinstance(model, PlannedModel) else plan_of(model.config))
 
 
 def native_lm(model: PreTrainedModel, name: str = "target") -> LM:

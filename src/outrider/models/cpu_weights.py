@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from outrider.kernels.library import library
 from outrider.kernels.narrow_weight import ExpertLayout, NarrowWeight
 from outrider.kernels.row_copies import BackgroundCopies, RowCopy
+from outrider.models.families.table import has_plan
 from outrider.models.kinds import INDEX, WHOLE
 from outrider.models.memory import indexed_files, skeleton, types_of, weight_files
 from outrider.models.registry import ModelSpec, Placement
-from outrider.native.families import has_plan
 from outrider.native.plan import ExpertsPlan, MatrixPlan, PerLayerPlan, Plan, parts
 from outrider.runtime.weight_tensors import Room
 

@@ -9,9 +9,9 @@ import torch
 
 from outrider.errors import OptionError
 from outrider.kernels.library import library
+from outrider.models.families.table import has_plan, plan_of
 from outrider.models.probe import probe
 from outrider.native.engine import NativeForward
-from outrider.native.families import has_plan
 from outrider.native.plan import NotPlanned
 from outrider.runtime.cuda_graphs import CapturedExecution
 from outrider.runtime.execution import EagerExecution, NativeExecution
@@ -50,7 +50,7 @@ def native_lm(lm: LM) -> LM:
     if not isinstance(lm.backend, NativeForward):
         if lm.device.type != "cpu" or lm.dtype != torch.float32 or lm.num_shares > 1:
             raise NotPlanned(f"it computes in {lm.dtype} on {lm.device}, in {lm.num_shares} shares")
-        lm = lm.with_backend(NativeForward(lm.weights))
+        lm = lm.with_backend(NativeForward(lm.weights, plan_of(lm.weights.config)))
     return lm.with_execution(NativeExecution())
 
 

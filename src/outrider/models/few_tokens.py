@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from outrider.errors import UnsupportedModel
 from outrider.kernels.narrow_weight import NarrowWeight
+from outrider.models.families.table import plan_of
 from outrider.models.heads.base import Head
 from outrider.native.engine import NativeForward
-from outrider.native.families import plan_of
 from outrider.native.planned_model import PlannedModel
 from outrider.runtime.forward import Forward
 from outrider.runtime.lm import LM
@@ -55,7 +55,7 @@ def _planned_rows(lm: LM, rows: Tensor) -> NativeForward:
     if head.bias:
         changed[head.bias] = _rows_of(weights.tensors[head.bias], rows, lm.name)
     plan = replace(weights.plan, lm_head=replace(head, weight=name))
-    return NativeForward(weights.with_tensors(plan, changed))
+    return NativeForward(weights.with_tensors(plan, changed), plan)
 
 
 def _module_rows(lm: LM, rows: Tensor, rounds: bool) -> Forward:

@@ -121,7 +121,7 @@ def _load_planned(job: _Job, file: GgufFile | None) -> tuple[NativeForward, Back
             else:
                 num_digits, needs_blocks = quantize.num_digits_of(placed.quantization), placed.quantization != "none"
                 model, copies = planned_file(job.spec, file, num_digits, needs_blocks=needs_blocks)
-            forward, config = NativeForward(model), vars(model.config)
+            forward, config = NativeForward(model, model.plan), vars(model.config)
             stated = config.get("vocab_size"), config.get("hidden_size")
             if stated != (forward.vocab_size, forward.width) or not isinstance(context_len(model.config), int):
                 raise NotPlanned("its configuration states other sizes than its weights have")

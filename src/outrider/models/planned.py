@@ -19,16 +19,16 @@ from outrider.kernels.library import WEIGHT_TYPES
 from outrider.kernels.narrow_weight import NarrowWeight
 from outrider.kernels.row_copies import BackgroundCopies, RowCopy
 from outrider.models.cpu_weights import StoredWeights, files_of, large_matrices, stored_type, without_weights
+from outrider.models.families.config import ModelConfig
+from outrider.models.families.table import config_of, plan_of
 from outrider.models.gguf.checkpoint import planned_weights
-from outrider.models.gguf.families import stated_model, transformers_config
 from outrider.models.gguf.file import GgufFile
+from outrider.models.gguf.model import stated_model, transformers_config
 from outrider.models.kinds import ADAPTER_CONFIG, check_counts, check_head, check_task
 from outrider.models.memory import check_fits, tensor_shapes, types_of
 from outrider.models.quantize import plain_config
 from outrider.models.reading import read_config
 from outrider.models.registry import ModelSpec
-from outrider.native.families import plan_of
-from outrider.native.model_config import ModelConfig
 from outrider.native.plan import NotPlanned, Plan, weight_names
 from outrider.native.planned_model import PlannedModel
 
@@ -41,7 +41,7 @@ def planned_file(spec: ModelSpec, file: GgufFile, num_digits: int, *, needs_bloc
     no planned model. Raises NotPlanned, UnsupportedModel, ModelCorrupt, DeviceError."""
     check_head(spec.name, {"model_type": file.metadata.get("general.architecture")})
     stated = stated_model(file, spec.name)
-    config = ModelConfig(stated.fields | {"_name_or_path": str(file.path)})
+    config = config_of(stated.fields | {"_name_or_path": str(file.path)})
     plan = plan_of(config)
     weights = planned_weights(file, stated, config, plan, spec.name, num_digits)
     if needs_blocks and not weights.has_blocks:
@@ -58,7 +58,7 @@ def planned_file(spec: ModelSpec, file: GgufFile, num_digits: int, *, needs_bloc
 def planned_folder(spec: ModelSpec) -> Planned:
     """Begin to load a folder or hub repository with weights in safetensors. Raises NotPlanned, UnsupportedModel,
     ModelCorrupt, DeviceError."""
-    config = ModelConfig(_stated(spec))
+    config = config_of(_stated(spec))
     check_task(spec.name, config)
     plan, files = plan_of(config), files_of(spec)
     if strange := types_of(files) - {"F32", "F16", "BF16"}:

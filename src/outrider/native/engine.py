@@ -20,7 +20,6 @@ from torch import Tensor
 
 from outrider.kernels.library import check, library
 from outrider.kernels.structures import native
-from outrider.native.families import plan_of
 from outrider.native.model_structure import cache_shapes, model_structure
 from outrider.native.plan import NotPlanned, Plan
 from outrider.native.planned_model import PlannedModel
@@ -47,20 +46,17 @@ class NativeForward:
     is_stepped, is_batch_invariant = False, True
 
     @memory_errors()
-    def __init__(self, model: Any, plan: Plan | None = None, *, is_part: bool = False) -> None:
-        """Take a planned model, or a module of Transformers in float32. Raises NotPlanned: its family, its
-        configuration or the form of its weights is not known here.
+    def __init__(self, model: Any, plan: Plan, *, is_part: bool = False) -> None:
+        """Take a planned model, or a module of Transformers in float32, and its plan. Raises NotPlanned: the form of
+        its weights is not known here.
 
         Args:
-            plan: None for that of the model.
             is_part: the plan is that of a head's layers; its other parameters run elsewhere.
         """
         kernels = library()
         if kernels is None:
             raise NotPlanned("the native library cannot be compiled here")
         self._run = kernels.outrider_forward
-        if plan is None:
-            plan = model.plan if isinstance(model, PlannedModel) else plan_of(model.config)
         weights = Weights(model.state_dict(keep_vars=True))
         self.weights, self._kept = model, weights  # which keeps them alive
         self.lock = threading.RLock()

@@ -6,7 +6,7 @@ come from anywhere.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, Literal, TypeVar
 
@@ -229,10 +229,6 @@ class Plan:
     logit_softcap: float | None = None
     draft_input: DraftInputPlan | None = None  # of a head; None for a model
     per_layer: PerLayerPlan | None = None  # per-layer embeddings, or None
-
-
-Families = Mapping[str, tuple[Callable[[Any], Plan], str]]
-"""By Transformers' model_type: the function that makes a plan of a configuration, and the fields that only it reads."""
 
 
 def parts(value: Any) -> Iterator[Any]:

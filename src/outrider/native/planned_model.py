@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from outrider.native.model_config import ModelConfig
 from outrider.native.plan import Plan
 from outrider.runtime.weight_tensors import set_weights
 
@@ -21,9 +20,7 @@ class PlannedModel:
         tensors: weights and stored buffers by name, shared ones once.
     """
 
-    def __init__(
-        self, config: ModelConfig, plan: Plan, tensors: Mapping[str, Tensor], build: Callable[[], nn.Module]
-    ) -> None:
+    def __init__(self, config: Any, plan: Plan, tensors: Mapping[str, Tensor], build: Callable[[], nn.Module]) -> None:
         """Take the function that builds the model in Transformers' code, without weights."""
         self.config, self.plan, self.tensors, self._build = config, plan, dict(tensors), build
 

@@ -21,11 +21,11 @@ from outrider.kernels.library import WEIGHT_TYPES
 from outrider.kernels.narrow_weight import ExpertLayout, NarrowWeight
 from outrider.kernels.row_copies import RowCopy
 from outrider.models.cpu_weights import HALVES, StoredWeights, large_matrices
-from outrider.models.gguf.families import StatedModel, stated_model, transformers_config
-from outrider.models.gguf.family import Family, Order, place_of
+from outrider.models.families.config import ModelConfig
 from outrider.models.gguf.file import GgufFile, StoredTensor, is_readable, shards_of, type_name
+from outrider.models.gguf.model import StatedModel, stated_model, transformers_config
+from outrider.models.gguf.tensors import Order, place_of, weight_of
 from outrider.models.registry import ModelSpec
-from outrider.native.model_config import ModelConfig
 from outrider.native.plan import NotPlanned, Plan, weight_names
 
 _LOG = logging.getLogger(__name__)
@@ -188,12 +188,17 @@ def _sources(file: GgufFile, model: StatedModel, names: Set[str], config: Any, n
     parts: dict[str, list[str]] = {}
     changes: dict[str, Callable[[Tensor], Tensor]] = {}
     for tensor in file.tensors:
-        stack = model.family.stacks.get(tensor)
+        stack = model.form.stacks.get(tensor)
         for i in range(file.tensors[tensor].shape[0] if stack else 0):
             weight = str(stack).format(i)
             parts[weight], changes[weight] = [tensor], itemgetter(i)
         if stack is None and tensor not in model.others:
-            parts.setdefault(_name_of(tensor, model.family, names, name), []).append(tensor)
+            if (place := weight_of(tensor, names)) is None:
+                raise UnsupportedModel(
+                    f"{name}: the file has a tensor {tensor}, for which {model.fields['model_type']} models have no "
+                    "place: another model would run without it"
+                )
+            parts.setdefault(place, []).append(tensor)
     found = {}
     for weight, tensors in parts.items():
         # A gate comes first: "ffn_gate_exps" before "ffn_up_exps".
@@ -206,8 +211,8 @@ def _sources(file: GgufFile, model: StatedModel, names: Set[str], config: Any, n
                 )
         leaf = place_of(stored[0].name)[1]
         module = leaf.rpartition(".")[0] or leaf
-        order, columns = (rule(module, config) for rule in (model.family.order, model.family.columns))
-        source = Source(stored, order, columns, changes.get(weight, model.family.changes.get(leaf)))
+        order, columns = (rule(module, config) for rule in (model.form.order, model.form.columns))
+        source = Source(stored, order, columns, changes.get(weight, model.form.changes.get(leaf)))
         source.check(name)
         found[weight] = source
     return found
@@ -226,22 +231,3 @@ def _sources_of(file: GgufFile, bare: nn.Module, name: str) -> dict[str, Source]
     if missing := sorted(key for key, parameter in parameters.items() if parameter not in shared):
         raise ModelCorrupt(f"{name}: the file lacks {len(missing)} of the model's weights, {missing[0]} among them")
     return found
-
-
-def _name_of(tensor: str, family: Family, weights: Set[str], name: str) -> str:
-    """Name of the weight that a tensor belongs to. Raises UnsupportedModel."""
-    layer, leaf = place_of(tensor)
-    names, prefix = (family.ends, "") if layer is None else (family.tensors, f"{family.layers}.{layer}.")
-    module, _, kind = leaf.rpartition(".") if "." in leaf else (leaf, "", "weight")
-    # Some parameters are no part of a layer of their own: a layer's experts.
-    for candidate in (
-        f"{prefix}{names.get(leaf)}",
-        f"{prefix}{names.get(module)}.{kind}",
-        f"{prefix}{names.get(module)}",
-    ):
-        if candidate in weights:
-            return candidate
-    raise UnsupportedModel(
-        f"{name}: the file has a tensor {tensor}, for which {family.model_type} models have no place: another model "
-        "would run without it"
-    )

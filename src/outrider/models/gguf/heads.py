@@ -7,7 +7,7 @@ gemma.py, which tell how files come about; the build of llama-cpp-python 0.3.36.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,22 +17,31 @@ from torch import Tensor
 from outrider.errors import ModelCorrupt, UnsupportedModel
 from outrider.kernels.narrow_weight import ExpertLayout
 from outrider.models.cpu_weights import StoredWeights, is_large
+from outrider.models.families.gemma import ASSISTANT
 from outrider.models.gguf.checkpoint import Source, gguf_file
-from outrider.models.gguf.families import FAMILIES, config_fields
-from outrider.models.gguf.family import place_of
 from outrider.models.gguf.file import GgufFile
-from outrider.models.gguf.gemmas import ASSISTANT
 from outrider.models.gguf.keys import Stated, decoder_fields
+from outrider.models.gguf.model import ARCHITECTURES, config_fields
+from outrider.models.gguf.tensors import NAMES, pairs_to_halves, place_of, weight_of
 from outrider.models.heads.chains import LAYER_IDS, tell_of_others
 from outrider.models.registry import ModelSpec
 
 _OF_ASSISTANT = "nextn.pre_projection.weight"
-_LLAMA, _QWEN3 = FAMILIES["llama"], FAMILIES["qwen3"]
-_ENDS = {"token_embd": "embed_tokens", "output_norm": "norm", "output": "lm_head", "fc": "fc"}
-_EAGLE3 = {**_LLAMA.tensors, **_ENDS, "attn_norm_2": "hidden_norm", "enc.output_norm": "input_norm"}
+
+
+def _names(*tensors: str) -> dict[str, str]:
+    """Names in Llama's models, and in those of assistants."""
+    return {tensor: NAMES[tensor].split()[0] for tensor in tensors}
+
+
+_ASSISTANT = _names(*NAMES) | {"post_attention_norm": "post_attention_layernorm"}
+_LLAMA = _names("attn_norm", "attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
+_LLAMA |= {"token_embd": "embed_tokens", "output_norm": "norm", "output": "lm_head", "fc": "fc"}
+_LLAMA |= {"ffn_norm": "post_attention_layernorm"}
+_EAGLE3 = _LLAMA | {"attn_norm_2": "hidden_norm", "enc.output_norm": "input_norm"}
 _BLOCK = {
-    **_QWEN3.tensors,
-    **_ENDS,
+    **_LLAMA,
+    **_names("attn_q_norm", "attn_k_norm"),
     "enc.output_norm": "hidden_norm",
     "attn_conv_base": "attention_conv.base_kernel",
     "attn_conv_proj": "attention_conv.kernel_projection",
@@ -75,10 +84,10 @@ def gguf_head(spec: ModelSpec, num_digits: int | None) -> tuple[dict[str, Any], 
     is_assistant = _OF_ASSISTANT in file.tensors
     stated = Stated(file, spec.name, is_assistant=is_assistant)
     is_eagle3 = stated.has("blk.0.attn_norm_2.weight")
-    names, order = (_EAGLE3, _LLAMA.order) if is_eagle3 else (_BLOCK, _QWEN3.order)
+    names, order = (_EAGLE3, pairs_to_halves) if is_eagle3 else (_BLOCK, ASSISTANT.order)
     layers = "layers"
     if is_assistant:
-        names, order, layers = {**ASSISTANT.tensors, **ASSISTANT.ends}, ASSISTANT.order, ASSISTANT.layers
+        names, order, layers = _ASSISTANT, ASSISTANT.order, "model.layers"
         config = _assistant_fields(stated)
     else:
         config = _fields(stated, is_eagle3=is_eagle3)
@@ -98,44 +107,48 @@ def gguf_head(spec: ModelSpec, num_digits: int | None) -> tuple[dict[str, Any], 
     return config, tensors
 
 
-def gguf_mtp(file: GgufFile, name: str, config: Any, num_digits: int | None) -> dict[str, Tensor]:
+def gguf_mtp(file: GgufFile, name: str, target: Any, num_digits: int | None) -> dict[str, Tensor]:
     """The first MTP layer in the file of a model, or in a file of its own, under Qwen's names; nothing without one.
     Raises UnsupportedModel, ModelCorrupt.
 
     Args:
         name: for errors.
-        config: of the target.
+        target: the model, or the planned model.
         num_digits: see ``gguf_head``.
     """
     stated = Stated(file, name)
-    first, family = stated.num_layers, FAMILIES.get(stated.architecture)
-    if family is None:
+    if stated.architecture not in ARCHITECTURES:
         raise UnsupportedModel(f"{name}: MTP layers of the architecture {stated.architecture!r:.40} are not read")
-    parts: dict[str, list[str]] = {}
+    first, (_, form) = stated.num_layers, ARCHITECTURES[stated.architecture]
+    weights, parts = target.state_dict().keys(), dict[str, list[str]]()
     tell_of_others(name, stated.take("nextn_predict_layers", 0))
     for tensor in file.tensors:
         if place_of(tensor)[0] == str(first):
-            parts.setdefault(_name_of_mtp(tensor, family.tensors, name), []).append(tensor)
+            parts.setdefault(_name_of_mtp(tensor, weights, first, name), []).append(tensor)
     if parts and "norm.weight" not in parts:
         parts["norm.weight"] = ["output_norm.weight"]
     sources = {}
     for parameter, tensors in parts.items():
         leaf = place_of(tensors[0])[1]
         module = leaf.rpartition(".")[0]
-        change = family.changes.get("attn_norm.weight" if parameter.endswith(_NORMS_OF_MTP) else leaf)
+        change = form.changes.get("attn_norm.weight" if parameter.endswith(_NORMS_OF_MTP) else leaf)
         stored = tuple(file.tensors[tensor] for tensor in sorted(tensors))  # a gate before "up"
-        sources[parameter] = Source(stored, family.order(module, config), family.columns(module, config), change)
+        sources[parameter] = Source(
+            stored, form.order(module, target.config), form.columns(module, target.config), change
+        )
     return _read(sources, num_digits)
 
 
-def _name_of_mtp(tensor: str, names: Mapping[str, str], head: str) -> str:
+def _name_of_mtp(tensor: str, weights: Set[str], num_layers: int, head: str) -> str:
+    """Name in a head whose layer is like one of the target, which has these weights: the last that has such a one."""
     leaf = place_of(tensor)[1]
     module, _, kind = leaf.rpartition(".")
     if module in _NEXTN:
         return f"{_NEXTN[module]}.{kind}"
-    if module.endswith("_exps"):  # of all experts together
-        return f"layers.0.{names[module]}"
-    return _name(f"blk.0.{leaf}", names, head)
+    for i in reversed(range(num_layers)):
+        if (found := weight_of(f"blk.{i}.{leaf}", weights)) is not None:
+            return found.replace(f"model.layers.{i}.", "layers.0.")
+    raise _misplaced(tensor, head)
 
 
 def _read(sources: Mapping[str, Source], num_digits: int | None) -> dict[str, Tensor]:
@@ -182,7 +195,7 @@ def _assistant_fields(stated: Stated) -> dict[str, Any]:
     width = stated.take("embedding_length_out")
     stated.check_shape(_OF_ASSISTANT, stated.take("embedding_length"), 2 * width)
     layers = config_fields(stated, ASSISTANT)
-    return {"model_type": ASSISTANT.model_type, "text_config": layers, "backbone_hidden_size": width}
+    return {"model_type": "gemma4_assistant", "text_config": layers, "backbone_hidden_size": width}
 
 
 def _eagle3_fields(stated: Stated, fields: Mapping[str, Any], features: list[int]) -> dict[str, Any]:
@@ -235,6 +248,10 @@ def _name(tensor: str, names: Mapping[str, str], head: str, layers: str = "layer
         return prefix + names[leaf]
     if module in names and kind in ("weight", "bias"):
         return f"{prefix}{names[module]}.{kind}"
-    raise UnsupportedModel(
+    raise _misplaced(tensor, head)
+
+
+def _misplaced(tensor: str, head: str) -> UnsupportedModel:
+    return UnsupportedModel(
         f"{head}: the file has a tensor {tensor}, for which heads of this kind have no place here: another would run"
     )

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from outrider.errors import ModelCorrupt, UnsupportedModel
-from outrider.native.families import plan_of
+from outrider.models.families.table import plan_of
 from outrider.native.plan import MatrixPlan, Plan, rename
 from outrider.runtime.attention_mask import Visibility
 from outrider.runtime.cache import SlotCache

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from outrider.errors import UnsupportedModel
+from outrider.models.families.table import plan_of
 from outrider.models.heads.base import (
     Head,
     complete,
@@ -30,7 +31,6 @@ from outrider.models.heads.base import (
     set_vocabulary,
     window_of,
 )
-from outrider.native.families import plan_of
 from outrider.native.plan import AttentionPlan, DraftInputPlan, MatrixPlan, NotPlanned, Plan, rename
 from outrider.runtime.cache_shapes import LayerShape
 from outrider.runtime.lm import LM

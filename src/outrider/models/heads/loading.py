@@ -76,7 +76,7 @@ def load_head(spec: ModelSpec, target: LM, *, allow_pickle: bool = False) -> LM:
                 if is_gguf_head(file):
                     stated, tensors = gguf_head(spec, num_digits)
                 else:
-                    tensors = gguf_mtp(file, spec.name, target.model.config, num_digits)
+                    tensors = gguf_mtp(file, spec.name, target.weights, num_digits)
         else:
             stated = read_config(spec.location)
             check_counts(spec.name, stated)
@@ -150,7 +150,7 @@ def load_mtp_of(target: LM, *, allow_pickle: bool = False) -> LM:
             if not any(".nextn." in tensor for tensor in file.tensors):
                 raise UnsupportedModel(f"the file of {target.name} has no MTP layers: choose another draft")
             check_target(target)
-            tensors = gguf_mtp(file, name, config, digits_beside(target))
+            tensors = gguf_mtp(file, name, target.weights, digits_beside(target))
         else:
             files = find_tensors(location, allow_pickle=allow_pickle)
             prefix = mtp_prefix(files, target)

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from outrider.models.families.family import Fields
 from outrider.native import plan as plans
 from outrider.native.rope import rope_plan
-
-Fields = dict[str, Any]
-"""Fields of a plan by name."""
 
 _ACTIVATIONS: dict[str, plans.Activation] = {
     "silu": "silu",
@@ -19,17 +17,14 @@ _ACTIVATIONS: dict[str, plans.Activation] = {
     "relu": "relu",
     "relu2": "relu2",
 }
-_PARTLY_ROTATED = frozenset(
-    {"phi3", "glm4", "glm4_moe", "qwen3_5_text", "qwen3_5_moe_text"}
-)  # whose code reads the share without a scaling, too
 
 
 def rms(config: Any, name: str, added: float = 0.0) -> plans.NormPlan:
-    return plans.NormPlan("rms", f"{name}.weight", config.rms_norm_eps, added)
+    return plans.NormPlan("rms", f"{name}.weight", config.epsilon, added)
 
 
-def layer_norm(name: str, epsilon: float, has_bias: bool = True) -> plans.NormPlan:
-    return plans.NormPlan("layer", f"{name}.weight", epsilon, bias=f"{name}.bias" if has_bias else None)
+def layer_norm(config: Any, name: str, has_bias: bool = True) -> plans.NormPlan:
+    return plans.NormPlan("layer", f"{name}.weight", config.epsilon, bias=f"{name}.bias" if has_bias else None)
 
 
 def linear(name: str, has_bias: bool = False, part: int = 0, num_parts: int = 1) -> plans.MatrixPlan:
@@ -37,10 +32,7 @@ def linear(name: str, has_bias: bool = False, part: int = 0, num_parts: int = 1)
 
 
 def activation_of(config: Any) -> plans.Activation:
-    # Gemma 1 states both, and reads the second.
-    names = {"gpt2": "activation_function", "nemotron_h": "mlp_hidden_act"}
-    fields = names | dict.fromkeys(("gemma2", "gemma3_text", "gemma4_text"), "hidden_activation")
-    name = getattr(config, fields.get(config.model_type, "hidden_act"))
+    name = getattr(config, config.family.activation)
     if name not in _ACTIVATIONS:
         raise plans.NotPlanned(f"there is no activation {name}")
     return _ACTIVATIONS[name]
@@ -67,10 +59,21 @@ def rope_of(config: Any, kind: str | None = None, *, head_dim: int = 0, is_inter
         head_dim: of the layers of this kind; 0 for that of all.
     """
     stated = config.rope_parameters if kind is None else config.rope_parameters[kind]
-    if stated["rope_type"] == "default" and config.model_type not in _PARTLY_ROTATED:
+    # The share of a head that is rotated is part of scalings in the code of all families, without one of a few:
+    if stated["rope_type"] == "default" and "partial_rotary_factor" not in config.family.known:
         stated = stated | {"partial_rotary_factor": None}
     width, context_len = head_dim or head_dim_of(config), config.max_position_embeddings
     return rope_plan(stated, width, context_len, is_interleaved=is_interleaved)
+
+
+def ropes_of_kinds(config: Any) -> Fields:
+    """Field of a plan: ropes of the kinds of layers."""
+    return {"ropes": tuple(rope_of(config, kind) for kind in sorted({*config.layer_types}))}
+
+
+def rope_of_kind(config: Any, layer: int) -> Fields:
+    """Field of a layer's attention: number of its rope among those of the kinds of layers."""
+    return {"rope": sorted({*config.layer_types}).index(config.layer_types[layer])}
 
 
 def decoder_of(
@@ -89,9 +92,8 @@ def decoder_of(
         "lm_head": plans.MatrixPlan(embedding if config.tie_word_embeddings else "lm_head.weight"),
         "layers": tuple(layer(f"{at}.{i}", i) for i in range(config.num_hidden_layers)),
         "ropes": (rope_of(config),) if ropes is None else ropes,
+        "final_norm": rms(config, "model.norm"),
     }
-    if "final_norm" not in others:
-        fields["final_norm"] = rms(config, "model.norm")
     return plans.Plan(**(fields | others))
 
 
@@ -115,14 +117,6 @@ def like_llama(
         return decoder_of(config, one, **whole(config))
 
     return plan
-
-
-def scales_of_granite(config: Any) -> Fields:
-    return {
-        "embedding_scale": config.embedding_multiplier,
-        "residual_scale": config.residual_multiplier,
-        "logit_scale": 1 / config.logits_scaling,
-    }
 
 
 def has_bias(config: Any, field: str) -> bool:
@@ -149,9 +143,8 @@ def mlp_of(config: Any, at: str, **others: Any) -> plans.MlpPlan:
     fields: Fields = {
         "ups": tuple(linear(f"{at}.{name}_proj", bias) for name in ("gate", "up")),
         "down": linear(f"{at}.down_proj", bias),
+        "activation": activation_of(config),
     }
-    if "activation" not in others:
-        fields["activation"] = activation_of(config)
     return plans.MlpPlan(**(fields | others))
 
 
@@ -162,10 +155,9 @@ def experts_of(config: Any, at: str, **others: Any) -> plans.ExpertsPlan:
         "router": linear(f"{at}.gate"),
         "ups": tuple(plans.MatrixPlan(f"{at}.experts.gate_up_proj", part=i, num_parts=2) for i in range(2)),
         "down": plans.MatrixPlan(f"{at}.experts.down_proj"),
+        "num_active": config.num_experts_per_tok,
         "is_normalized": getattr(config, "norm_topk_prob", True),
     }
-    if "num_active" not in others:
-        fields["num_active"] = config.num_experts_per_tok
     if "activation" not in others:
         fields["activation"] = activation_of(config)
     return plans.ExpertsPlan(**(fields | others))
@@ -184,11 +176,14 @@ def routed_experts_of(config: Any, at: str, **others: Any) -> plans.ExpertsPlan:
     return experts_of(config, at, **(fields | others))
 
 
+def norms_of(config: Any, at: str, added: float = 0.0) -> Fields:
+    names = {"mixer_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+    return {field: rms(config, f"{at}.{name}", added) for field, name in names.items()}
+
+
 def layer_of(config: Any, at: str, mixer: plans.Mixer | None = None, **others: Any) -> plans.LayerPlan:
     """Layer of Llama, but for other parts that are stated."""
-    names = {"mixer_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
-    norms = {field: rms(config, f"{at}.{name}") for field, name in names.items() if field not in others}
-    fields: Fields = {"mlp": mlp_of(config, f"{at}.mlp"), **norms}
+    fields: Fields = {"mlp": mlp_of(config, f"{at}.mlp"), **norms_of(config, at)}
     return plans.LayerPlan(mixer or attention_of(config, at), **(fields | others))
 
 

@@ -1,7 +1,4 @@
-"""The model that a GGUF file states: the fields of a configuration, and the family that tells its tensors.
-
-One table serves every reader of a file.
-"""
+"""The model that a GGUF file states: the fields of a configuration, and how its tensors are named and stored."""
 
 from __future__ import annotations
 
@@ -12,14 +9,13 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from outrider.errors import ModelCorrupt, OutriderError, UnsupportedModel
-from outrider.models.gguf.decoders import DECODERS
-from outrider.models.gguf.family import Family, place_of
+from outrider.models.families.table import FAMILIES
 from outrider.models.gguf.file import GgufFile
-from outrider.models.gguf.gemmas import GEMMAS
-from outrider.models.gguf.hybrids import HYBRIDS
 from outrider.models.gguf.keys import Stated
+from outrider.models.gguf.tensors import GgufForm, place_of
 
-FAMILIES = DECODERS | GEMMAS | HYBRIDS
+ARCHITECTURES = {name: (family, form) for family in FAMILIES for name, form in FAMILIES[family].gguf.items()}
+"""By GGUF's name: the model_type, unless the file's keys are those of another, and the form of the file."""
 _LOG = logging.getLogger(__name__)
 _OF_IMAGES = ("v.", "a.", "mm.")  # beginnings of tensors that Ollama has in the file of a model
 
@@ -28,7 +24,7 @@ class StatedModel(NamedTuple):
     """The model that a file states."""
 
     fields: dict[str, Any]  # of the config.json that would state the same
-    family: Family
+    form: GgufForm
     mtp: frozenset[str]  # names of the tensors of a head for later tokens, whose layers follow those of the model
     # Names of tensors that are no parameters of the model: these, and those that are part of its configuration or have
     # no effect:
@@ -41,43 +37,44 @@ def stated_model(file: GgufFile, name: str) -> StatedModel:
     stated = Stated(file, name)
     if file.metadata.get("general.type", "model") != "model":
         raise UnsupportedModel(f"{name} is no model, but of GGUF's type {file.metadata['general.type']!r:.40}")
-    family = FAMILIES.get(stated.architecture)
-    if family is None:
-        known = ", ".join(FAMILIES)
+    if stated.architecture not in ARCHITECTURES:
+        known = ", ".join(ARCHITECTURES)
         raise UnsupportedModel(
             f"{name}: GGUF files of the architecture {stated.architecture!r:.40} are not read: {known} are"
         )
+    family, form = ARCHITECTURES[stated.architecture]
     with _stating(name, family):
-        fields = {"model_type": family.model_type} | config_fields(stated, family)
+        fields = {"model_type": family} | config_fields(stated, form, FAMILIES[family].epsilon)
     of_mtp = range(stated.num_layers, stated.take("block_count"))
     mtp = frozenset(name for name in file.tensors if int(place_of(name)[0] or -1) in of_mtp)
     images = frozenset(name for name in file.tensors if name.startswith(_OF_IMAGES))
     if images:
         _LOG.info("%s reads no images: %d tensors of their encoder are left out", name, len(images))
-    return StatedModel(fields, family, mtp, mtp | images | stated.read_tensors)
+    return StatedModel(fields, form, mtp, mtp | images | stated.read_tensors)
 
 
 def transformers_config(model: StatedModel, name: str) -> Any:
     """Transformers' configuration of the model that a file states. Raises ModelCorrupt."""
     from transformers import AutoConfig
 
-    with _stating(name, model.family):
+    with _stating(name, model.fields["model_type"]):
         return AutoConfig.for_model(**copy.deepcopy(model.fields))
 
 
 @contextmanager
-def _stating(name: str, family: Family) -> Iterator[None]:
+def _stating(name: str, family: str) -> Iterator[None]:
     try:
         yield
     except OutriderError:
         raise
     except Exception as error:  # values of another kind, and whatever Transformers' validation raises
         reason = " ".join(str(error).split())[:200]
-        raise ModelCorrupt(f"{name}: the file's metadata is no {family.model_type} model ({reason})") from None
+        raise ModelCorrupt(f"{name}: the file's metadata is no {family} model ({reason})") from None
 
 
-def config_fields(stated: Stated, family: Family) -> dict[str, Any]:
-    """Fields of the configuration that a file states. Raises UnsupportedModel, ModelCorrupt."""
+def config_fields(stated: Stated, form: GgufForm, epsilon: str = "rms_norm_eps") -> dict[str, Any]:
+    """Fields of the configuration that a file states, that of the norms' epsilon among them. Raises UnsupportedModel,
+    ModelCorrupt."""
     vocab_size, num_tensors = stated.rows("token_embd.weight"), len(stated.file.tensors)
     if (num_tokens := len(stated.file.metadata.get("tokenizer.ggml.tokens", ()))) > vocab_size:
         raise ModelCorrupt(f"{stated.name}: the file has {num_tokens} tokens, but embeddings of {vocab_size} alone")
@@ -91,9 +88,9 @@ def config_fields(stated: Stated, family: Family) -> dict[str, Any]:
         "num_hidden_layers": num_layers,
         "max_position_embeddings": stated.take("context_length"),
         "tie_word_embeddings": not stated.has("output.weight"),
-        family.eps[0]: stated.take(family.eps[1]),
+        epsilon: stated.take(form.epsilon),
         **{f"{role}_token_id": None if i is None or i >= vocab_size else i for role, i in ids.items()},
-        **family.fields(stated),
+        **form.fields(stated),
     }
     stated.check_all_read()
     return values
