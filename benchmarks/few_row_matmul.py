@@ -25,8 +25,8 @@ from rich.console import Console
 from torch import Tensor
 from torch.nn.functional import linear
 
-from outrider.kernels.blocks import BLOCK_FORMS, GROUP_FORMS, BlockForm
-from outrider.kernels.library import FORMS, few_row_matmul
+from outrider.kernels.blocks import BLOCK_TYPES, GROUP_TYPES, BlockType
+from outrider.kernels.library import WEIGHT_TYPES, few_row_matmul
 from outrider.kernels.narrow_weight import NarrowWeight
 from outrider.measure.tables import new_table
 from outrider.system.provenance import provenance
@@ -36,8 +36,8 @@ _ROWS = (1, 5, 8, 12, 16, 32, 48)
 _NUM_RUNS = 9
 # Places of the scales (and offsets) in a block, numbers of 16 bits (in MXFP4, 39, an exponent).
 _PLACES = {8: (0,), 2: (0,), 10: (80, 82), 11: (108,), 12: (0, 2), 20: (0,), 23: (0,), 39: ()}
-_HALVES = {BLOCK_FORMS[number]: places for number, places in _PLACES.items()}
-_HALVES |= {form: (int(has_zero),) for (size, has_zero), form in GROUP_FORMS.items() if size > 32 or has_zero}
+_HALVES = {BLOCK_TYPES[number]: places for number, places in _PLACES.items()}
+_HALVES |= {form: (int(has_zero),) for (size, has_zero), form in GROUP_TYPES.items() if size > 32 or has_zero}
 
 
 def main() -> None:
@@ -59,7 +59,7 @@ def main() -> None:
         "float16": [weight.half() for weight in weights],
         "int8": [(30 * weight).clamp(-127, 127).to(torch.int8) for weight in weights],
     }
-    form_of: dict[str, BlockForm] = {}
+    form_of: dict[str, BlockType] = {}
     if arguments.blocks:
         forms = {"float32": weights}
         for form in _HALVES:
@@ -107,7 +107,7 @@ def _by_library(inputs: dict[int, Tensor], weights: list[Tensor]) -> None:
         linear(inputs[weight.shape[1]], weight)
 
 
-def _in_blocks(form: BlockForm, number: int, width: int) -> Tensor:
+def _in_blocks(form: BlockType, number: int, width: int) -> Tensor:
     """Any integers, with scales of 0.01. [O, bytes of a row]"""
     blocks = torch.randint(0, 256, (number, width // form.num_numbers, form.num_bytes), dtype=torch.uint8)
     for place in _HALVES[replace(form, num_digits=0)]:
@@ -120,12 +120,12 @@ def _in_blocks(form: BlockForm, number: int, width: int) -> Tensor:
 def _by_kernel(
     inputs: dict[int, Tensor],
     weight: Tensor,
-    blocks: BlockForm | None,
+    blocks: BlockType | None,
     num_threads: int,
 ) -> Callable[[], Tensor]:
     width = weight.shape[1] if blocks is None else blocks.width_of(weight.shape[1])
     x = inputs[width]
-    form, num_digits = (FORMS[weight.dtype], 0) if blocks is None else (blocks.number, blocks.num_digits)
+    form, num_digits = (WEIGHT_TYPES[weight.dtype], 0) if blocks is None else (blocks.number, blocks.num_digits)
     call = partial(few_row_matmul, x, weight, form, num_threads, num_digits)
     y = call()
     wide = NarrowWeight(weight, torch.float32, None, blocks).wide()

@@ -27,7 +27,7 @@ from outrider.models.few_tokens import with_few_tokens
 from outrider.options import Sampling
 from outrider.runtime.lm import LM
 from outrider.sampling.candidates import candidate_buffers
-from outrider.sampling.probs import Settings, draw, rows_of
+from outrider.sampling.probs import Settings, draw, probs_of
 
 SIZES = (16384, 8192, 4096, 2048)
 SAMPLINGS = {"T=1": Sampling(), "top-p 0.95": Sampling(top_p=0.95)}
@@ -143,7 +143,7 @@ def _step(draft: LM, sampling: Sampling) -> Callable[[], Tensor]:
         if buffers is not None:
             buffers.clear()
         logits = draft.forward(ids, positions, cache, cache.capacity, spreads=False)
-        rows, _ = rows_of(logits, settings, token_ids=draft.token_ids, vocab_size=draft.vocab_size)
+        rows, _ = probs_of(logits, settings, token_ids=draft.token_ids, vocab_size=draft.vocab_size)
         return draw(rows[:, 0], uniform)
 
     return step

@@ -23,7 +23,7 @@ from rich.console import Console
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from outrider.kernels.blocks import BLOCK_FORMS
+from outrider.kernels.blocks import BLOCK_TYPES
 from outrider.kernels.narrow_weight import NarrowWeight
 from outrider.measure.tables import new_table
 from outrider.models.families.table import plan_of
@@ -113,7 +113,7 @@ def _stored(shape: torch.Size, weights: str) -> Tensor:
     if weights == "int8" or width % 256 or number % 16:
         scale = torch.full((number, 1), 1e-3)
         return NarrowWeight(torch.randint(-64, 64, (number, width), dtype=torch.int8), torch.float32, scale)
-    form = replace(BLOCK_FORMS[_Q4_K], num_digits=1)
+    form = replace(BLOCK_TYPES[_Q4_K], num_digits=1)
     blocks = torch.randint(0, 256, (number, width // form.num_numbers, form.num_bytes), dtype=torch.uint8)
     blocks[..., :4] = torch.tensor([1e-3, 1e-3], dtype=torch.float16).view(torch.uint8)
     return NarrowWeight.of_blocks(blocks.flatten(1), form)

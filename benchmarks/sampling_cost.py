@@ -27,7 +27,7 @@ from torch import Tensor
 from outrider.options import Sampling
 from outrider.records import Draft
 from outrider.sampling.candidates import candidate_buffers
-from outrider.sampling.probs import Settings, rows_of
+from outrider.sampling.probs import Settings, probs_of
 from outrider.sampling.rules import RULES, Rule
 from outrider.system.provenance import provenance
 
@@ -56,7 +56,7 @@ class Case:
         num_rows, vocab_size = len(self.target), self.target.shape[-1]
         rows = seeds = torch.arange(num_rows)
         starts = torch.full((num_rows,), 9)
-        q, _ = rows_of(self.draft, self.settings)
+        q, _ = probs_of(self.draft, self.settings)
         noise = self.rule.make_noise(seeds, starts, K, vocab_size)
         ids = torch.stack([self.rule.draw(q[:, i], noise.at(i)) for i in range(K)], dim=1)
         one = self.target[:, :1]
@@ -68,11 +68,11 @@ class Case:
             if self.settings.candidates is None:
                 return draft
             self.settings.candidates.clear()
-            return draft if draft.probs is None else replace(draft, probs=rows_of(self.draft, self.settings)[0])
+            return draft if draft.probs is None else replace(draft, probs=probs_of(self.draft, self.settings)[0])
 
         def call(logits: Tensor, draft: Draft) -> None:
             # As in the loop, uniform numbers are made long before, Gumbel noise when it is asked for.
-            self.rule.verify(rows_of(logits, self.settings)[0], draft, noise.select(rows, K))
+            self.rule.verify(probs_of(logits, self.settings)[0], draft, noise.select(rows, K))
 
         cases = {"plain": (nothing, one), "round": (drafted, self.target)}
         return {name: (partial(renewed, draft), partial(call, logits)) for name, (draft, logits) in cases.items()}

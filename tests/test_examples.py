@@ -41,7 +41,7 @@ def test_each_file_is_listed_and_short() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NOTEBOOKS)
-def test_a_notebook(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_notebooks_run(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     """As a script of cells, of which each begins with a marker."""
     path = EXAMPLES / "notebooks" / f"{name}.py"
     assert path.read_text(encoding="utf-8").count("\n# %%") > 3
@@ -64,7 +64,7 @@ def test_in_transformers(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_script(modules: str, arguments: list[str], expected: str) -> None:
+def test_example_scripts_run(modules: str, arguments: list[str], expected: str) -> None:
     for module in modules.split():
         if find_spec(module) is None:
             pytest.skip(f"not installed: {module} (see .ci/examples)")

@@ -9,7 +9,7 @@ from outrider.errors import OptionError
 from pairs import byte_level_tokenizer, embedded, random_llama
 
 
-def test_a_cut_is_not_seen() -> None:
+def test_resumed_texts_equal_uncut() -> None:
     """Wherever it is, also within a stop string, whose part before the cut was held back. The tokens before it are
     output to penalties and to limits."""
     decoder, prompt = embedded("float64"), "Once upon a time"
@@ -40,7 +40,7 @@ def test_a_cut_within_a_character() -> None:
         assert given + "".join(chunk.text for chunk in chunks) == whole
 
 
-def test_what_cannot_be_resumed() -> None:
+def test_resume_refuses_other_texts() -> None:
     decoder = embedded()
     (done,) = decoder.generate("Once", seed=1, max_new_tokens=8, temperature=0.0)
     for options, message in (

@@ -34,7 +34,7 @@ from outrider.requests.async_session import AsyncSession
 from outrider.requests.calls import BlockingCalls
 from outrider.requests.engine_loop import EngineLoop, RequestState
 from outrider.requests.hooks import ReadOptions, constraint_of
-from outrider.requests.row_options import LISTS, check_names, check_resume_ids, check_tokens, rows_of, seed_of
+from outrider.requests.row_options import LISTS, all_row_options, check_names, check_resume_ids, check_tokens, seed_of
 from outrider.requests.session import Session
 from outrider.runtime.lm import LM
 from outrider.runtime.media import read_media
@@ -133,7 +133,7 @@ class Decoder(BlockingCalls):
         """
         own = self._with(num_draft_tokens, acceptance)
         check_num_slots(num_slots)
-        (options,) = rows_of(sampling, {}, 1, self.sampling_defaults)
+        (options,) = all_row_options(sampling, {}, 1, self.sampling_defaults)
         check_names(changes)
         return own._completions(prompts_of(prompts), num_slots, options | changes)
 
@@ -214,7 +214,7 @@ class Decoder(BlockingCalls):
         make = partial(self.engine, num_slots, prefill_chunk=prefill_chunk)
         return EngineLoop(make, most_capacity=self.target.context_len)
 
-    def read(self, prompt: Prompt) -> ReadPrompt:
+    def read_prompt(self, prompt: Prompt) -> ReadPrompt:
         """A prompt for several requests: it is encoded, and its images are read, only once. Raises PromptError."""
         begun = begun_of(prompt)
         prompt = chat_inputs(self.processor, prompt) if has_images(prompt) else prompt  # type: ignore[arg-type]
@@ -260,7 +260,7 @@ class Decoder(BlockingCalls):
         target, tokenizer = self.target, self.tokenizer
         options = options if isinstance(options, ReadOptions) else self.read_options(options)
         sampling = options.sampling
-        ids, media, begun = prompt if isinstance(prompt, ReadPrompt) else self.read(prompt)
+        ids, media, begun = prompt if isinstance(prompt, ReadPrompt) else self.read_prompt(prompt)
         if not (has_seed := sampling.seed is not None):  # 53 bits: JSON numbers are float64 in other languages
             sampling = with_checked(sampling, seed=secrets.randbits(53))
         ends = self.ends_of(ids)
@@ -364,11 +364,11 @@ class Decoder(BlockingCalls):
         check_padding(self.tokenizer, prompts)
         if resume_ids is not None and len(resume_ids) != n * len(prompts):
             raise OptionError("resume_ids", len(resume_ids), f"one list for each of the {n * len(prompts)} completions")
-        rows = rows_of(sampling, changes, len(prompts), self.sampling_defaults, n)
+        rows = all_row_options(sampling, changes, len(prompts), self.sampling_defaults, n)
         states: list[RequestState] = []
         for index, prompt in enumerate(prompts):
             try:
-                read = self.read(prompt)
+                read = self.read_prompt(prompt)
             except PromptError as error:
                 raise PromptError(f"prompt {index}: {error}" if len(prompts) > 1 else str(error)) from None
             for row in rows[index * n : (index + 1) * n]:

@@ -85,7 +85,7 @@ def _design(job: CertifyTask, num_tokens: int, num_pilot: int = 256) -> Design:
     return Design.of(pilot, num_tokens, job.level, len(job.prompts))
 
 
-def test_what_is_wrong_is_caught() -> None:
+def test_wrong_loops_fail_certificates() -> None:
     """By as many tokens as a certificate would have, or fewer; a cache that keeps rejected tokens is caught above.
     Shared random numbers show in pairs of tokens alone: each token's own law is right on average over the text before
     it, so that no other test alarms (level: 1e-6)."""
@@ -142,7 +142,7 @@ def test_too_few_tokens_certify_nothing() -> None:
         pilot.num_tokens_to_detect(0.9, job.level)
 
 
-def test_nothing_is_left_to_chance_at_temperature_zero() -> None:
+def test_certificate_at_temperature_zero_is_exact() -> None:
     """Mistakes write other texts than plain decoding."""
     job = _job(llama_pair(), temperature=0.0, batch_size=2)
     pilot = run_pilot(job)
@@ -155,7 +155,7 @@ def test_nothing_is_left_to_chance_at_temperature_zero() -> None:
     assert excused == {"drop-unlikely", "argmax-drafts", "filtered-drafts", "rollback"}
 
 
-def test_what_is_hardly_a_mistake_is_excused() -> None:
+def test_controls_with_small_deviations_are_excused() -> None:
     """With top-k 2 the two likeliest tokens are all there are, so that drafts out of them are right."""
     certificate = _certificate(_job(table_pair(6), top_k=2), 2000, "accept-all", "filtered-drafts")
     assert certificate.verdict == "passed"
@@ -163,7 +163,7 @@ def test_what_is_hardly_a_mistake_is_excused() -> None:
     assert caught.excuse is None and excused.excuse is not None and "deviates by less than 0.2" in excused.excuse
 
 
-def test_where_no_mistake_would_show_nothing_is_certified() -> None:
+def test_certificate_without_drafts_is_inconclusive() -> None:
     """Texts of one token are never drafted. And prompts must leave room."""
     certificate = _certificate(_job(table_pair(6), max_new_tokens=1), 600, "accept-all")
     assert certificate.is_idle and certificate.verdict == "inconclusive" and certificate.num_tokens_needed is None

@@ -16,7 +16,7 @@ PROMPT = [3, 1, 4, 1, 5]
 GREEDY = Sampling(temperature=0.0)
 
 
-def test_another_token_is_a_fault() -> None:
+def test_divergence_of_a_clear_token_is_a_bug() -> None:
     """In float64, where there are no near-ties."""
     sampling = Sampling(temperature=0.8, seed=3)
     target, _ = llama_pair()
@@ -50,7 +50,7 @@ def test_another_token_is_a_fault() -> None:
         (0.4, 0.0, "floats", "bug"),
     ],
 )
-def test_near_ties_fall_by_rounding(margin: float, wobble: float, k: Any, verdict: str) -> None:
+def test_divergence_of_near_ties_is_numerics(margin: float, wobble: float, k: Any, verdict: str) -> None:
     """Logits in float32, 1 + margin and 1: as near as their last bits, or as what blocks change of them. (Of a table,
     and the change is made up: a model's forwards may round alike.)"""
     lm = table_lm(torch.tensor([[1.0 + margin, 1.0, -2.0]] * 3))
@@ -69,7 +69,7 @@ def test_near_ties_fall_by_rounding(margin: float, wobble: float, k: Any, verdic
 
 
 @pytest.mark.parametrize(("distance", "verdict"), [(1e-6, "numerics"), (0.1, "bug")])
-def test_at_the_edge_of_a_filter_rounding_decides(distance: float, verdict: str) -> None:
+def test_divergence_at_the_edge_of_a_filter_is_numerics(distance: float, verdict: str) -> None:
     """The third token is let through by one forward and not by another: near the edge, the margin says nothing."""
     model = copy.deepcopy(tiny_llama()).to(torch.float32)
     logits = model(torch.tensor([PROMPT])).logits[0, -1]

@@ -90,7 +90,7 @@ def test_pits_are_uniform() -> None:
     assert all(finding.p < 1e-9 for finding in pit_tests(wrong.columns["pits"][0]))
 
 
-def test_what_is_said_to_be_detectable_is_detected() -> None:
+def test_evidence_detects_the_stated_deviation() -> None:
     """400 runs of 1,500 tokens with the deviation that a run is said to find out with 99%: fewer than 379 found come by
     chance less than once in a million times, if it were 98%. With a third of the deviation, not half of them."""
     level, num_tokens = 1e-4, 1500
@@ -110,7 +110,7 @@ def test_what_is_said_to_be_detectable_is_detected() -> None:
     assert tokens_to_alarm(1.0, 500, level) > tokens_to_alarm(0.01, 500, level) > 2 * 500
 
 
-def test_holm() -> None:
+def test_holm_bonferroni_corrects_p_values() -> None:
     """By hand, for three tests at 0.05: 0.05/3, 0.05/2, 0.05; after the first that is no alarm, none is."""
     judged = holm([Finding("a", 0, 0.04), Finding("b", 0, 0.001), Finding("c", 0, 0.03)], 0.05)
     assert [one.is_alarm for one in judged] == [False, True, False]

@@ -27,7 +27,7 @@ SAMPLINGS = [
 
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=lambda rule: rule.name)
-def test_right_rules_are_exact(rule: Rule, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rules_follow_the_enumerated_law(rule: Rule, monkeypatch: pytest.MonkeyPatch) -> None:
     """One gap that is no number is not lost among the others."""
     for sampling in SAMPLINGS:
         report = check_exactly(*table_pair(6), sampling, rule, CONTEXTS)
@@ -61,7 +61,7 @@ def _lenient(target_probs: Tensor, draft: Draft, noise: RoundUniforms) -> Verdic
     ],
     ids=lambda one: getattr(one, "name", ""),
 )
-def test_wrong_rules_are_off_however_little(rule: Rule, least: float) -> None:
+def test_wrong_rules_break_the_enumerated_law(rule: Rule, least: float) -> None:
     report = check_exactly(*table_pair(6), Sampling(), rule, CONTEXTS)
     assert report.round_law > least and not report.is_ok
 

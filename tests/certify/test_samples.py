@@ -57,7 +57,7 @@ def test_right_texts_pass_and_the_report_says_what_was_looked_at() -> None:
     assert len(report.tests) == 9
 
 
-def test_numbers_used_twice_alarm() -> None:
+def test_reused_uniform_numbers_alarm() -> None:
     """In the next round, or in the next text, since all have one seed. (Right texts are tested above.) And a wrong rule
     is found out."""
     target, drafter = table_pair(6)
@@ -71,7 +71,7 @@ def test_numbers_used_twice_alarm() -> None:
         assert {test.name for test in report.tests if test.is_alarm} >= {name}
 
 
-def test_a_deviation_is_measured() -> None:
+def test_samples_estimate_the_deviation() -> None:
     """Texts of the draft itself are as far away as the draft is; of the target, not at all."""
     target, drafter = table_pair(6)
     for writer, share in ((drafter.lm, 1.0), (target, 0.0)):

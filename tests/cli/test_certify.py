@@ -19,7 +19,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(controls, "CONTROLS", controls.CONTROLS[1:4:2])
 
 
-def test_certificates_repeat(
+def test_certify_repeats_with_a_seed(
     outrider: Outrider, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """K is chosen as it goes: not by times here, so that there are drafts to judge wherever the test runs."""

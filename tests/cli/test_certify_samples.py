@@ -61,7 +61,7 @@ def test_greedy_texts_and_texts_without_ids(outrider: Outrider, prompts: Path, t
     assert ended.code == 1 and "line 5 differs from token 0 on" in ended.out and ": bug" in ended.out
 
 
-def test_bad_files_are_refused_with_their_line(outrider: Outrider, tmp_path: Path) -> None:
+def test_certify_samples_names_bad_lines(outrider: Outrider, tmp_path: Path) -> None:
     path = tmp_path / "samples"
     good = {"prompt_ids": [1, 2], "token_ids": [3, 4]}
     for rows, message in (

@@ -30,7 +30,7 @@ def _instruct(folder: Path) -> Path:
     return save(folder, random_llama(context_len=128), tokenizer)
 
 
-def test_lines_are_continued(outrider: Outrider) -> None:
+def test_chat_continues_the_text_of_a_base_model(outrider: Outrider) -> None:
     """By a base model: one text, of which only the new part is fed; an empty line continues it."""
     ended = outrider("chat", "--seed", 3, "-n", 6, "-k", 4, stdin=b"The king\n\n/reset\nThe king\n/quit\nnever\n")
     first = embedded().generate("The king", seed=3, max_new_tokens=6)[0].text
@@ -94,7 +94,7 @@ def test_ctrl_c_stops_an_answer(outrider: Outrider, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.slow
-def test_in_a_terminal() -> None:
+def test_chat_in_a_terminal() -> None:
     """Loading is told in a line that is removed. Accepted tokens are underlined, a pasted text is one message, Ctrl-D
     ends."""
     master, slave = pty.openpty()

@@ -48,7 +48,7 @@ def test_the_race_the_verdict_the_document_and_the_page(outrider: Outrider, tmp_
         assert end["arms"][which]["stats"]["num_draft_tokens"] == num_drafted
 
 
-def test_the_same_bytes(outrider: Outrider, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compare_reports_equal_bytes(outrider: Outrider, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last line says so, of the texts that differ from each other, or how many texts differ, and where, and why;
     the document has their SHA-256."""
     words = "compare", "--target", "fable", PROMPT, *QUICK, "--acceptance", "gumbel", "--json", "-"
@@ -69,7 +69,7 @@ def test_the_same_bytes(outrider: Outrider, monkeypatch: pytest.MonkeyPatch) -> 
     assert re.search(r"\ntext 0 differs from token \d+ on \(.* in plain decoding, .*: bug", ended.err)
 
 
-def test_what_is_raced_by_default(outrider: Outrider, tmp_path: Path) -> None:
+def test_compare_races_default_arms(outrider: Outrider, tmp_path: Path) -> None:
     """The embedded pair on a built-in text; a model for chats on a task, in its template, with the draft that auto
     chooses, of which a line tells."""
     quick, to = ("-n", 4, "--num-runs", 1, "--json", tmp_path / "a.json"), tmp_path / "a.json"

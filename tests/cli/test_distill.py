@@ -51,7 +51,7 @@ def test_a_head_that_can_be_used(outrider: Outrider, tmp_path: Path, text: Path)
     assert used.code == 0 and "fable with head, K = 2" in used.err
 
 
-def test_recorded_answers(outrider: Outrider, tmp_path: Path) -> None:
+def test_distill_reads_recorded_answers(outrider: Outrider, tmp_path: Path) -> None:
     """A draft of few tokens, trained on a target's log alone."""
     log, out, prompts = tmp_path / "log", tmp_path / "draft", tmp_path / "prompts"
     prompts.write_text("".join(f"Once upon a time there {word}\n" for word in ("was", "lived", "stood") * 7))
@@ -67,7 +67,7 @@ def test_recorded_answers(outrider: Outrider, tmp_path: Path) -> None:
     assert "its num_logged_tokens differ" in outrider(*few).error
 
 
-def test_bad_options(outrider: Outrider, tmp_path: Path, text: Path) -> None:
+def test_distill_refuses_bad_options(outrider: Outrider, tmp_path: Path, text: Path) -> None:
     """None of these begins a run. (Others: test_refused_commands.py.)"""
     other = save(tmp_path / "other", random_llama())
     for more, message in (

@@ -101,7 +101,7 @@ def test_tokens_as_text_become_ids_where_the_spelling_is_one_tokens_own(serve: C
     assert "token_ids" not in _open(tokenizer=metaspace_tokenizer()).sample("a", seed=1)
 
 
-def test_chats(serve: Callable[[Handler], None]) -> None:
+def test_endpoints_receive_chats(serve: Callable[[Handler], None]) -> None:
     content = [{"id": 5, "token": "w", "bytes": [119], "logprob": -1.0}]
     choice = {"message": {"content": "w"}, "finish_reason": "stop", "logprobs": {"content": content}}
     sent: list[dict[str, Any]] = []

@@ -43,7 +43,7 @@ def test_show_origin_colours_the_text(outrider: Outrider) -> None:
     assert re.sub(r"\x1b\[[\d;]*m", "", text) == said() and "\x1b[32m" in text and "\x1b[32maccepted" in legend
 
 
-def test_the_document(outrider: Outrider) -> None:
+def test_generate_document(outrider: Outrider) -> None:
     """With ``--json -`` standard output has nothing else; the text goes to standard error."""
     arguments = ["generate", PROMPT, *SHORT, "--logprobs", "2", "--draft", "auto", "--json", "-"]
     ended = outrider(*arguments)

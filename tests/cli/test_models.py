@@ -20,7 +20,7 @@ def test_every_known_name_has_a_line_with_its_sizes(outrider: Outrider, monkeypa
     assert "MiB" in lines["fable"] and "12.6 GiB" in lines["llama-7b"] and "6.7 B" in lines["llama-7b"]
 
 
-def test_the_document_has_one_s_own_names(outrider: Outrider, tmp_path: Path) -> None:
+def test_models_document_has_the_users_names(outrider: Outrider, tmp_path: Path) -> None:
     """From --models, with the dtype of the file; unknown sizes are left open."""
     folder = save(tmp_path / "mine", random_llama())
     models = tmp_path / "models.toml"

@@ -68,7 +68,7 @@ def test_a_log_brings_its_own_options(outrider: Outrider, prompts: Path, tmp_pat
     assert "has no records yet: create them with outrider generate --output" in outrider("plan", "--log", log).error
 
 
-def test_what_if(outrider: Outrider) -> None:
+def test_plan_what_if(outrider: Outrider) -> None:
     """A draft that costs as much as it agrees gains nothing, even with a verify for nothing more than a plain step."""
     ended = outrider("plan", "--what-if", "alpha=0.8,c=0.05", "-k", "1-8")
     assert (ended.code, ended.err) == (0, "")

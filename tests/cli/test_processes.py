@@ -105,7 +105,7 @@ def test_a_process_that_is_killed_ends_the_job(
     assert _texts(tmp_path / "lines")[0] == _texts(tmp_path / "one")[0]
 
 
-def test_ctrl_c_ends_all(generating: subprocess.Popen[str], tmp_path: Path) -> None:
+def test_ctrl_c_ends_all_processes(generating: subprocess.Popen[str], tmp_path: Path) -> None:
     """torchrun hands it on to its processes, and the first tells what was done until then."""
     os.kill(generating.pid, signal.SIGINT)
     code, _, err = _ended(generating)
@@ -114,7 +114,7 @@ def test_ctrl_c_ends_all(generating: subprocess.Popen[str], tmp_path: Path) -> N
     assert _texts(tmp_path / "lines")
 
 
-def test_an_error_is_told_once(folder: Path) -> None:
+def test_error_of_processes_is_printed_once(folder: Path) -> None:
     """That of the process that writes."""
     more = "--prompts", folder / "prompts", "--output", "/dev/full"
     with launched("-m", "outrider", *_generate(folder, *more)) as process:

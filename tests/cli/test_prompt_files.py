@@ -118,7 +118,7 @@ REFUSED: list[tuple[Any, str]] = [
 
 
 @pytest.mark.usefixtures("unloaded")
-def test_rows_that_are_refused(outrider: Outrider, tmp_path: Path) -> None:
+def test_prompt_files_refuse_bad_rows(outrider: Outrider, tmp_path: Path) -> None:
     """Each by name, with its line; and options of a prompt where they would mean something else, or nothing."""
     path = tmp_path / "prompts.jsonl"
     for text, message in ARRAYS:

@@ -219,7 +219,7 @@ def test_a_prompt_that_fails_does_not_end_the_run(outrider: Outrider, tmp_path: 
     assert output.read_bytes() == whole and len([*read_samples(output, ())]) == 2
 
 
-def test_shards_are_the_whole(outrider: Outrider, tmp_path: Path) -> None:
+def test_shards_equal_an_unsharded_run(outrider: Outrider, tmp_path: Path) -> None:
     """Each line as it is without shards. Their files, put together, are the file of the whole, and the whole run finds
     nothing left to do. A shard does not continue the file of another; its own goes on, and so may the whole run."""
     prompts, whole, joined = (tmp_path / name for name in ("prompts.jsonl", "whole.jsonl", "joined.jsonl"))

@@ -65,7 +65,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_bad_values_are_refused(outrider: Outrider, folder: Path, name: str) -> None:
+def test_commands_refuse_bad_option_values(outrider: Outrider, folder: Path, name: str) -> None:
     """In every command that has the option; and no file is written, changed or removed."""
     if name == "replay":
         assert outrider(*"generate --prompts prompts.txt --output log.jsonl -t 0 -n 2".split()).code == 0
@@ -127,7 +127,7 @@ NEVER_READS_A_MODEL = [
 
 
 @pytest.mark.parametrize(("words", "message"), NEVER_READS_A_MODEL, ids=[words for words, _ in NEVER_READS_A_MODEL])
-def test_mistakes_are_told_before_the_work(
+def test_commands_check_options_before_loading(
     outrider: Outrider, folder: Path, monkeypatch: pytest.MonkeyPatch, words: str, message: str
 ) -> None:
     """An empty key is none. Nothing is written."""

@@ -99,7 +99,7 @@ def test_printed_tensors_outputs_of_drafts_and_counts_are_read(
     assert "prompts without an output are left out (1)" in outrider("replay", generated, "-k", 2).err
 
 
-def test_bad_input_is_refused_and_changes_no_file(outrider: Outrider, prompts: Path, tmp_path: Path) -> None:
+def test_replay_refuses_bad_input_and_changes_no_file(outrider: Outrider, prompts: Path, tmp_path: Path) -> None:
     log = record(outrider, prompts, "-t", 0, "-n", 2)
     before = [file.read_bytes() for file in (prompts, log)]
     for arguments, message in (

@@ -33,9 +33,9 @@ inline std::vector<float> numbers(int64_t number) {
   return made;
 }
 
-// Checks a forward (forward_driver.cpp) of a model whose matrices have this form. `bits` are those of a number of its
+// Checks a forward (forward_driver.cpp) of a model whose matrices have this type. `bits` are those of a number of its
 // cache.
-void check_forward(int64_t form, int64_t bits, int64_t length);
+void check_forward(int64_t type, int64_t bits, int64_t length);
 
 // Checks functions of numbers (functions_driver.cpp).
 void check_functions();

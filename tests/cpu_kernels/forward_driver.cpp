@@ -20,10 +20,10 @@ constexpr int64_t OFFSETS[NUM_ROWS] = {0, 5};  // from places to positions
 // with rows of one digit, or of Q6_K with rows of two.
 class Toy {
  public:
-  Toy(int64_t form, int64_t window) : form_(form) {
+  Toy(int64_t type, int64_t window) : type_(type) {
     // Rows of whole blocks; or of no whole vectors.
-    const int64_t H = form == 14 ? 256 : form == 2 ? 64 : 44, D = form == 14 ? 32 : form == 2 ? 16 : 10;
-    const int64_t heads = form == 14 ? 8 : 4, groups = 2, wide = form == 14 ? 256 : form == 2 ? 96 : 70;
+    const int64_t H = type == 14 ? 256 : type == 2 ? 64 : 44, D = type == 14 ? 32 : type == 2 ? 16 : 10;
+    const int64_t heads = type == 14 ? 8 : 4, groups = 2, wide = type == 14 ? 256 : type == 2 ? 96 : 70;
     for (Layer& layer : layers_) {
       const bool is_second = &layer == &layers_[1];
       const Norm none{}, of_heads = is_second ? norm(D) : none, of_keys = is_second ? norm(D) : none;
@@ -31,7 +31,7 @@ class Toy {
       layer = {norm(H), none, norm(H), none, none};
       layer.scale = 1;
       attention = {heads, groups, D, 0, is_second ? 2 : 0};
-      attention.reach = {is_second ? window : 0, -1, 0}, attention.scale = 1 / std::sqrt(double(D));
+      attention.mask = {is_second ? window : 0, -1, 0}, attention.scale = 1 / std::sqrt(double(D));
       attention.query_norm = of_heads, attention.key_norm = of_keys, attention.num_inputs = 3;
       attention.inputs[0] = matrix(heads * D, H);
       for (int i : {1, 2}) attention.inputs[i] = matrix(groups * D, H);
@@ -41,7 +41,7 @@ class Toy {
     std::vector<float> frequencies(D / 2);
     for (int64_t i = 0; i < D / 2; i++) frequencies[i] = std::pow(10000.0, -2.0 * i / D);
     rope_ = {D, 0, 1.0, keep(frequencies)};
-    const int64_t num_digits = form == 14 ? 2 : form == 2 ? 1 : 0;
+    const int64_t num_digits = type == 14 ? 2 : type == 2 ? 1 : 0;
     model = {NUM_LAYERS, H, 1, num_digits, 1, 1, 1, 0, matrix(V, H), matrix(V, H), nullptr, 0, norm(H), {}, {}, &rope_, layers_};
   }
   Toy(const Toy&) = delete;
@@ -60,26 +60,26 @@ class Toy {
   }
   Matrix matrix(int64_t num_channels, int64_t width) {
     const void* data;
-    if (form_ == 0) {
+    if (type_ == 0) {
       std::vector<float> made = numbers(num_channels * width);
       for (float& one : made) one /= std::sqrt(float(width));
       data = keep(made);
     } else {
-      const int64_t size = form_ == 14 ? 210 : 18, exponent = form_ == 14 ? 209 : 1;
-      std::vector<uint8_t> blocks(num_channels * width / (form_ == 14 ? 256 : 32) * size);
+      const int64_t size = type_ == 14 ? 210 : 18, exponent = type_ == 14 ? 209 : 1;
+      std::vector<uint8_t> blocks(num_channels * width / (type_ == 14 ? 256 : 32) * size);
       for (uint8_t& one : blocks) one = static_cast<uint8_t>(generator());
-      for (size_t b = 0; b < blocks.size(); b += size) blocks[b + exponent] = form_ == 14 ? 4 : 36;  // 2^-14, 2^-6
+      for (size_t b = 0; b < blocks.size(); b += size) blocks[b + exponent] = type_ == 14 ? 4 : 36;  // 2^-14, 2^-6
       std::vector<uint8_t> interleaved(blocks.size());
       const int64_t row_bytes = static_cast<int64_t>(blocks.size()) / num_channels;
-      const RowCopy copy{blocks.data(), interleaved.data(), nullptr, form_, num_channels, num_channels, row_bytes};
+      const RowCopy copy{blocks.data(), interleaved.data(), nullptr, type_, num_channels, num_channels, row_bytes};
       outrider_copy_rows(&copy, 1, 1);
       blocks_.push_back(std::move(interleaved));
       data = blocks_.back().data();
     }
-    return {data, form_, num_channels, width, nullptr, nullptr};
+    return {data, type_, num_channels, width, nullptr, nullptr};
   }
 
-  const int64_t form_;
+  const int64_t type_;
   std::vector<std::vector<float>> floats_;
   std::vector<std::vector<uint8_t>> blocks_;
   Layer layers_[NUM_LAYERS];
@@ -104,7 +104,7 @@ struct Tokens {
 
 struct Results {
   std::vector<float> logits;               // [B, T, V]
-  std::vector<std::vector<char>> stores;  // keys and values of each layer in turn [B, T + 1, groups, head_width]
+  std::vector<std::vector<char>> stores;  // keys and values of each layer in turn [B, T + 1, groups, head_dim]
 };
 
 // Results of forwards over so many columns each.
@@ -114,7 +114,7 @@ Results run(const Model& m, const Tokens& tokens, int64_t bits, int64_t step, in
   std::vector<void*> stores;
   found.stores.resize(2 * NUM_LAYERS);
   for (std::vector<char>& store : found.stores) {
-    store.resize(NUM_ROWS * row_places * m.layers[0].attention.num_groups * m.layers[0].attention.head_width * bits / 8);
+    store.resize(NUM_ROWS * row_places * m.layers[0].attention.num_kv_heads * m.layers[0].attention.head_dim * bits / 8);
     stores.push_back(store.data());
   }
   for (int64_t first = 0; first < T; first += step) {
@@ -168,7 +168,7 @@ class Twin {
       for (int64_t v = 0; v < V; v++) compare(logits(t)[v], 0.0, 0.0, "a logit of padding");
     }
     for (int64_t t = 0; t < number; t++) {
-      compare_all(logits(first + t), times(m.head, normed(m.last_norm, x[t])), 0.0, "a logit");
+      compare_all(logits(first + t), times(m.lm_head, normed(m.final_norm, x[t])), 0.0, "a logit");
     }
   }
 
@@ -195,7 +195,7 @@ class Twin {
 
   // Queries or keys, normed and turned.
   Doubles heads(const Doubles& all, const Norm& norm, int64_t t) const {
-    const int64_t D = m.layers[0].attention.head_width, half = D / 2;
+    const int64_t D = m.layers[0].attention.head_dim, half = D / 2;
     Doubles made;
     for (auto begin = all.begin(); begin != all.end(); begin += D) {
       const Doubles x = normed(norm, Doubles(begin, begin + D));
@@ -212,7 +212,7 @@ class Twin {
 
   Doubles attended(int64_t l, int64_t t, const Doubles& queries) const {
     const Attention& a = m.layers[l].attention;
-    const int64_t D = a.head_width, shared = a.num_heads / a.num_groups, window = a.reach.window;
+    const int64_t D = a.head_dim, shared = a.num_heads / a.num_kv_heads, window = a.mask.window;
     Doubles made(a.num_heads * D);
     for (int64_t h = 0; h < a.num_heads; h++) {
       double total = 0;
@@ -235,7 +235,7 @@ class Twin {
     compare_all(got.data(), want, bits == 16 ? std::ldexp(1.0, -8) : 0.0, "a key or value");
   }
   float stored(int64_t store, int64_t place, int64_t i) const {
-    const int64_t at = (row * (tokens.length + 1) + place) * m.layers[0].attention.num_groups * m.layers[0].attention.head_width + i;
+    const int64_t at = (row * (tokens.length + 1) + place) * m.layers[0].attention.num_kv_heads * m.layers[0].attention.head_dim + i;
     uint32_t word = 0;
     std::memcpy(reinterpret_cast<char*>(&word) + 4 - bits / 8, &results.stores[store][at * bits / 8], bits / 8);
     float number;
@@ -260,8 +260,8 @@ class Twin {
 
 }  // namespace
 
-void check_forward(int64_t form, int64_t bits, int64_t length) {
-  const Toy toy(form, length / 2);
+void check_forward(int64_t type, int64_t bits, int64_t length) {
+  const Toy toy(type, length / 2);
   const Tokens tokens(length);
   const Results together = run(toy.model, tokens, bits, length, 3);
   for (auto [step, num_threads] : {std::pair<int64_t, int64_t>{1, 1}, {1, 3}, {length, 1}}) {
@@ -271,5 +271,5 @@ void check_forward(int64_t form, int64_t bits, int64_t length) {
     }
     compare(again.stores == together.stores, 1.0, 0.0, "keys and values that are the same");
   }
-  for (int64_t row = 0; form == 0 && row < NUM_ROWS; row++) Twin(toy.model, tokens, bits, together, row).check();
+  for (int64_t row = 0; type == 0 && row < NUM_ROWS; row++) Twin(toy.model, tokens, bits, together, row).check();
 }

@@ -13,7 +13,7 @@ import torch
 from outrider.kernels import build as kernel_build
 from outrider.kernels import library as kernel_library
 from outrider.kernels.build import SOURCES, compiler, installed_path, levels_here
-from outrider.kernels.library import FORMS, few_row_matmul
+from outrider.kernels.library import WEIGHT_TYPES, few_row_matmul
 from outrider.kernels.structures import layout
 from outrider.system.files import cache_folder
 from outrider.system.private import PrivateFolder
@@ -75,7 +75,7 @@ def test_an_installed_library_that_cannot_be_loaded_is_compiled_anew(caplog: pyt
         ("#!/bin/sh\ncase \"$*\" in *-dM*) exit 0;; esac\necho 'internal compiler error' >&2\nexit 4\n", "internal"),
     ],
 )
-def test_machines_without_a_compiler(
+def test_library_without_a_compiler(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, script: str | None, reason: str
 ) -> None:
     monkeypatch.setattr(kernel_library, "build", kernel_build.build)
@@ -88,7 +88,7 @@ def test_machines_without_a_compiler(
     assert reason in caplog.text and "PyTorch alone, several times slower" in caplog.text
 
 
-def test_a_library_that_does_not_fit(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_library_with_other_structures_fails(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """The compiler states sizes and places of fields; what the headers seem to say is compared to these. Or the system
     refuses to load the library, the kept one and a new one, as with ``noexec``."""
 
@@ -142,7 +142,7 @@ def test_a_kernel_that_cannot_be_loaded_is_compiled_again(
     assert again is not None and ("is damaged" if is_damaged else "cannot be loaded") in caplog.text
     monkeypatch.setattr(kernel_library, "library", lambda: again)
     x, weights = torch.randn(3, 40), torch.randn(9, 40)
-    assert torch.allclose(few_row_matmul(x, weights, FORMS[torch.float32], 2), x @ weights.T, atol=1e-4)
+    assert torch.allclose(few_row_matmul(x, weights, WEIGHT_TYPES[torch.float32], 2), x @ weights.T, atol=1e-4)
     assert file.read_bytes()[32:] == compiled  # after its checksum
 
 

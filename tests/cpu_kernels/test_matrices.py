@@ -15,16 +15,16 @@ from torch.nn import functional
 
 from ggml_blocks import block_bytes, numbers_of
 from outrider.kernels import narrow_weight
-from outrider.kernels.blocks import BLOCK_FORMS, GROUP_FORMS, in_groups
-from outrider.kernels.library import FORMS, few_row_matmul, widen_rows
+from outrider.kernels.blocks import BLOCK_TYPES, GROUP_TYPES, in_groups
+from outrider.kernels.library import WEIGHT_TYPES, dequantize_rows, few_row_matmul
 from outrider.kernels.narrow_weight import NarrowWeight
 from outrider.kernels.row_copies import BackgroundCopies, RowCopy, copy_rows
 from rounded_rows import MOST_INTEGER, rounded
 
-_OF_GGUF = {form.name: form for form in BLOCK_FORMS.values()}
-_IN_GROUPS = {f"{size}, {has_zero}": (size, has_zero) for size, has_zero in GROUP_FORMS}
-_BY_NAME = _OF_GGUF | {name: GROUP_FORMS[form] for name, form in _IN_GROUPS.items()}
-_PLAIN = {str(dtype): dtype for dtype in FORMS}
+_OF_GGUF = {form.name: form for form in BLOCK_TYPES.values()}
+_IN_GROUPS = {f"{size}, {has_zero}": (size, has_zero) for size, has_zero in GROUP_TYPES}
+_BY_NAME = _OF_GGUF | {name: GROUP_TYPES[form] for name, form in _IN_GROUPS.items()}
+_PLAIN = {str(dtype): dtype for dtype in WEIGHT_TYPES}
 _EPSILON = 2.0**-24  # of float32, rounding to nearest
 
 
@@ -81,9 +81,9 @@ def test_products_against_float64(
         rows, wide = _matrix(name, number, 1 + width // 15, seed)
         stored, form = NarrowWeight.of_blocks(rows, _BY_NAME[name]).stored, _BY_NAME[name].number
         some = torch.randint(number, (5,), generator=torch.Generator().manual_seed(seed))
-        assert torch.equal(widen_rows(stored, some, form, wide.shape[1], num_threads), wide[some])
+        assert torch.equal(dequantize_rows(stored, some, form, wide.shape[1], num_threads), wide[some])
     else:
-        stored, form = _numbers(number, width, _PLAIN[name], seed), FORMS[_PLAIN[name]]
+        stored, form = _numbers(number, width, _PLAIN[name], seed), WEIGHT_TYPES[_PLAIN[name]]
         wide = stored.float()
     x = torch.randn(num_rows, wide.shape[1], generator=torch.Generator().manual_seed(seed))
     got, matrix = few_row_matmul(x, stored, form, num_threads), wide.double()
@@ -123,14 +123,14 @@ def test_products_of_rounded_rows(
 
 
 @pytest.mark.parametrize("num_threads", [1, 3])
-def test_copies_of_all_forms_in_one_call(num_threads: int) -> None:
+def test_row_copies_of_all_types_in_one_call(num_threads: int) -> None:
     """Of two parts each, whose rows have places anywhere, in several pieces; and of one part in the rows' order."""
     generator, copies, wanted = torch.Generator().manual_seed(0), list[RowCopy](), list[Tensor]()
     for name in (*_BY_NAME, *_PLAIN):
         size = _BY_NAME[name].num_bytes if name in _BY_NAME else 4
         rows = torch.randint(256, (523, 5000 // size * size), dtype=torch.uint8, generator=generator)
         rows = rows if name in _BY_NAME else rows.view(_PLAIN[name])
-        form = _BY_NAME[name].number if name in _BY_NAME else FORMS[_PLAIN[name]]
+        form = _BY_NAME[name].number if name in _BY_NAME else WEIGHT_TYPES[_PLAIN[name]]
         places, matrix, alone = torch.randperm(523, generator=generator), torch.zeros_like(rows), torch.zeros_like(rows)
         parts = zip(rows.split([217, 306]), places.split([217, 306]), strict=True)
         copies += [RowCopy(part, form, matrix, there) for part, there in parts]
@@ -143,18 +143,18 @@ def test_copies_of_all_forms_in_one_call(num_threads: int) -> None:
             assert torch.equal(alone[places].view(torch.uint8), rows.view(torch.uint8)), name
     copy_rows(copies, num_threads)
     for made, want in zip(copies, wanted, strict=True):
-        assert torch.equal(made.matrix.view(torch.uint8), want.view(torch.uint8)), made.form
+        assert torch.equal(made.matrix.view(torch.uint8), want.view(torch.uint8)), made.weight_type
 
 
-def test_copies_in_the_background() -> None:
+def test_row_copies_in_the_background() -> None:
     rows, matrix = torch.randn(5, 7), torch.zeros(9, 7)
-    BackgroundCopies([RowCopy(rows, FORMS[torch.float32], matrix, torch.arange(5) + 4)]).wait()
+    BackgroundCopies([RowCopy(rows, WEIGHT_TYPES[torch.float32], matrix, torch.arange(5) + 4)]).wait()
     assert torch.equal(matrix[4:], rows) and not matrix[:4].any()
-    beyond = BackgroundCopies([RowCopy(rows, FORMS[torch.float32], matrix, torch.arange(5) + 5)])
+    beyond = BackgroundCopies([RowCopy(rows, WEIGHT_TYPES[torch.float32], matrix, torch.arange(5) + 5)])
     with pytest.raises(IndexError, match="does not have all rows"):
         beyond.wait()
     wrong = {
-        "of the form": RowCopy(rows, 12, matrix),
+        "of the type": RowCopy(rows, 12, matrix),
         "as wide": RowCopy(rows, 0, torch.zeros(9, 8)),
         "contiguous": RowCopy(rows.T, 0, matrix.T),
         "no more rows": RowCopy(matrix, 0, rows),
@@ -168,7 +168,7 @@ def test_copies_in_the_background() -> None:
 @given(
     num_rows=st.integers(1, 20),
     width=st.integers(1, 150),
-    dtype=st.sampled_from(list(FORMS)),
+    dtype=st.sampled_from(list(WEIGHT_TYPES)),
     outlier=st.sampled_from([0.0, 1e-38, 1e-20, 1e4, 1e12, 1e30]),
     seed=st.integers(0, 2**31),
 )
@@ -179,30 +179,30 @@ def test_rows_with_one_number_far_above_the_others(
     x[:, seed % width] = outlier
     weights = _numbers(33, width, dtype, seed)
     weights[:, seed % width] *= seed % 2  # what is far above may count for nothing
-    got, want = few_row_matmul(x, weights, FORMS[dtype], 2).double(), x.double() @ weights.double().T
+    got, want = few_row_matmul(x, weights, WEIGHT_TYPES[dtype], 2).double(), x.double() @ weights.double().T
     bound = 1.01 * width * _EPSILON * (x.double().abs() @ weights.double().abs().T)
     assert ((got - want).abs() <= bound + 2.0**-149).all()
 
 
-@pytest.mark.parametrize("dtype", FORMS)
+@pytest.mark.parametrize("dtype", WEIGHT_TYPES)
 def test_rows_of_plain_matrices(dtype: torch.dtype) -> None:
     """Numbers that are not next to one another are copied; the copies live until the products are formed. Rows that are
     not finite stay alone."""
     x, weights = torch.randn(3000, 5), _numbers(2000, 301, dtype, 1)
-    got = few_row_matmul(x.T[:, ::2][:, :301], weights[::3], FORMS[dtype], 1)
-    want = few_row_matmul(x.T[:, ::2][:, :301].clone(), weights[::3].clone(), FORMS[dtype], 1)
+    got = few_row_matmul(x.T[:, ::2][:, :301], weights[::3], WEIGHT_TYPES[dtype], 1)
+    want = few_row_matmul(x.T[:, ::2][:, :301].clone(), weights[::3].clone(), WEIGHT_TYPES[dtype], 1)
     assert torch.equal(got, want)
     x = torch.randn(5, 301)
-    want = few_row_matmul(x, weights, FORMS[dtype], 1)
+    want = few_row_matmul(x, weights, WEIGHT_TYPES[dtype], 1)
     x[1], x[3, 36] = torch.nan, torch.inf
-    got = few_row_matmul(x, weights, FORMS[dtype], 1)
+    got = few_row_matmul(x, weights, WEIGHT_TYPES[dtype], 1)
     assert torch.equal(got[[0, 2, 4]], want[[0, 2, 4]])
     assert not got[1].isfinite().any() and not got[3].isfinite().any()
 
 
 @pytest.mark.parametrize("is_inference", [False, True])
 @pytest.mark.parametrize("name", [*_BY_NAME, *_PLAIN])
-def test_it_is_the_widened_matrix(name: str, is_inference: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_narrow_weight_equals_widened_matrix(name: str, is_inference: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(narrow_weight, "_PANEL_NUMBERS", 5 * 256)
     kept, plain = _weight(name, 37, 2 if name in _BY_NAME else 9)
     weight = nn.Parameter(kept, requires_grad=False)
@@ -236,7 +236,7 @@ def test_it_is_the_widened_matrix(name: str, is_inference: bool, monkeypatch: py
     assert layer.to("meta")(x.to("meta")).device.type == "meta"
 
 
-def test_gradients_pass_through_it() -> None:
+def test_narrow_weight_passes_gradients() -> None:
     """The kernel has none. And it cannot be written to, not even by loading: the numbers would go into a widened copy,
     and be lost."""
     x, (weight, plain) = torch.randn(3, 9, requires_grad=True), _weight("torch.bfloat16", 12, 9)

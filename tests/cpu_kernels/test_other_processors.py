@@ -56,7 +56,7 @@ def test_the_kernels_on_other_processors(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_nothing_is_out_of_bounds(tmp_path: Path) -> None:
+def test_kernels_read_within_bounds(tmp_path: Path) -> None:
     """Nor undefined, by what the compiler checks."""
     checks = "-g1 -fsanitize=address,undefined -fno-sanitize-recover=all"
     level = next(one.name for one in levels_here())

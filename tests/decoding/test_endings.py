@@ -31,7 +31,7 @@ def _requests(prompts: Sequence[Sequence[int]], num_tokens: int = 16, **options:
 
 
 @ALL_RULES
-def test_never_one_token_too_many(rule: Rule) -> None:
+def test_max_new_tokens_is_never_exceeded(rule: Rule) -> None:
     """Also where the draft is always right; the last round is not truncated, since no more is drafted than there is
     room for."""
     target, drafter = table_pair(8)
@@ -241,7 +241,7 @@ def test_a_place_behind_a_rejected_token_ends_no_text(rule: Rule) -> None:
 
 
 @ALL_RULES
-def test_what_is_not_judged_may_be_bad(rule: Rule) -> None:
+def test_logits_that_are_not_judged_may_be_nan(rule: Rule) -> None:
     """Logits in the padding of ragged rounds, and forbidden tokens (-inf), are no error."""
     table = random_table(6, 1)
     table[:, 4] = -torch.inf

@@ -93,7 +93,7 @@ def test_the_output_follows_the_targets_law(rule: Rule) -> None:
 
 
 @pytest.mark.parametrize("name", [*WRONG_RULES, "drop-unlikely"])
-def test_wrong_rules_are_found_out(name: str) -> None:
+def test_wrong_rules_break_the_output_law(name: str) -> None:
     """By as many seeds as the right rules are tested with, but for noise keyed by position. A right rule cannot help
     where the drafter shows only those drafts that its model was sure of."""
     rule = WRONG_RULES.get(name, REJECTION)

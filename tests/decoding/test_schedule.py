@@ -135,7 +135,7 @@ def test_drafts_that_become_useful_and_useless() -> None:
         assert fmean(k >= 4 for k in chosen[begin + 150 : begin + 600]) > 0.9
 
 
-def test_a_machine_that_others_use() -> None:
+def test_schedule_on_a_busy_machine() -> None:
     """Other K are tried while its pace changes threefold, and 5% of the rounds are held up. Each would be 3 times too
     dear by its time alone."""
     for pace in (lambda number: 3.0 if number // 50 % 2 else 1.0, lambda number: math.exp(math.sin(number / 40))):
@@ -179,7 +179,7 @@ def test_rows_with_a_constant_k_are_learned_from() -> None:
 
 
 @pytest.mark.each_execution
-def test_rounds_that_did_something_else_have_no_time() -> None:
+def test_schedule_skips_times_of_unusual_rounds() -> None:
     """Those with a prefill, the first ones of another K, and the last one, which may have to wait for a round too
     many."""
     target, drafter = llama_pair()

@@ -42,7 +42,7 @@ def random_student(target: LM, token_ids: list[int] | None = None) -> HeadStuden
 
 
 @torch.no_grad()
-def test_unrolled_is_inference() -> None:
+def test_unrolled_training_equals_inference() -> None:
     """Each round of each length, fed to the cache of a session entry by entry: the same logits."""
     target = as_lm(tiny_llama(0, num_layers=4))  # float64
     drafter = random_student(target).as_stored("head", torch.float32)
@@ -125,7 +125,7 @@ def test_config_follows_the_target() -> None:
             draft_config(config, shape)
 
 
-def test_slices() -> None:
+def test_copied_slices_of_a_target() -> None:
     """A draft of the target's shape begins as the target."""
     target = tiny_llama(num_layers=4)
     draft = new_draft(target.config, (2, 16), seed=0)

@@ -52,7 +52,7 @@ def alpha_of(folder: Path) -> float:
     return measure_alpha(lms[0], model_drafter(lms[1]), HELD_OUT).value
 
 
-def test_the_draft_comes_nearer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_raises_alpha(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By losses in parts of two rows."""
     monkeypatch.setattr(train, "_LOSS_NUMBERS", 2 * 97)
     checks = run(tmp_path, num_steps=40, loss="lk", save_s=1e9)
@@ -71,7 +71,7 @@ def check_finished(output: Path, checks: list[Check], **how: Any) -> None:
     assert not steps and {path: path.stat().st_mtime_ns for path in output.rglob("*")} == before
 
 
-def test_a_killed_run_goes_on(tmp_path: Path) -> None:
+def test_training_resumes_after_a_kill(tmp_path: Path) -> None:
     """Bit for bit as if it had not been killed, twice."""
     kind = "eagle3"
     whole = run(tmp_path / "whole", num_steps=20, kind=kind)
@@ -101,7 +101,7 @@ def test_a_run_goes_on_with_more_steps_and_refuses_a_damaged_checkpoint(tmp_path
         run(tmp_path, num_steps=6)
 
 
-def test_it_ends_early_and_keeps_the_best(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_stops_early_and_keeps_the_best_draft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rate that throws the weights about: alpha gets worse, and the weights of the beginning stay. It also ends by
     the clock, here one that advances by a second at every look."""
     monkeypatch.setattr(train, "_rate", lambda spent: 1.0)

@@ -87,7 +87,7 @@ _DSPARK = "a DSpark head, which is not run here: take an EAGLE-3, DFlash or DFla
         ({}, {"lilicorr.out_head.bias": torch.zeros(2)}, UnsupportedModel, "is a LiLiCorr head, which is not run here"),
     ],
 )
-def test_others_are_refused(
+def test_block_heads_refuse_other_checkpoints(
     tmp_path: Path, changes: dict[str, Any], tensors: dict[str, Tensor], error: type[Exception], message: str
 ) -> None:
     model = tiny_llama(num_layers=4)

@@ -52,7 +52,7 @@ def test_logits_are_those_of_the_whole_model(execution: str) -> None:
     assert few.backend.is_batch_invariant == (execution == "native") and whole.token_ids is None
 
 
-def test_a_planned_model(tmp_path: Path) -> None:
+def test_few_tokens_of_a_planned_model(tmp_path: Path) -> None:
     """The LM head has rows of its own, if it is the embedding, too."""
     for is_tied in (True, False):
         whole = load(
@@ -115,7 +115,7 @@ def test_tokens_of_a_head(tmp_path: Path) -> None:
     assert len(own.weight) == V and torch.equal(mtp.lm_head.weight, own.weight[[1, 2, 5]])
 
 
-def test_names_and_refusals() -> None:
+def test_few_tokens_names_and_refusals() -> None:
     decoder = embedded()
     split = "some/model:int8", DraftOptions(min_prob=0.3, vocab="800@logs/a.jsonl")
     assert split_name("some/model:int8:vocab=800@logs/a.jsonl:min-prob=0.3") == split

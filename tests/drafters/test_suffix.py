@@ -123,7 +123,7 @@ def test_ngram_drafts_as_many_tokens_as_are_wanted() -> None:
         ([{"token_ids": [97]}], "line 1: not token ids of the target (0 to 96)"),
     ],
 )
-def test_forms_of_files(tmp_path: Path, lines: list[Any], ids: list[list[int]] | str) -> None:
+def test_corpus_file_formats(tmp_path: Path, lines: list[Any], ids: list[list[int]] | str) -> None:
     """Token ids, or the error, which names the file."""
     path = tmp_path / "corpus.jsonl"
     path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
@@ -135,7 +135,7 @@ def test_forms_of_files(tmp_path: Path, lines: list[Any], ids: list[list[int]] |
     assert str(path) in str(error.value)
 
 
-def test_by_name(tmp_path: Path) -> None:
+def test_suffix_by_name(tmp_path: Path) -> None:
     """In the library, for a log, and on the command line."""
     path = tmp_path / "a.txt"
     path.write_text("Once upon a time there was a king.")

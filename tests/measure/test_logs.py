@@ -73,9 +73,7 @@ def test_a_log_is_read_in_the_order_of_the_prompts_with_every_option(tmp_path: P
         (lambda row: row.update(index=0), "line 2: duplicates prompt 0"),
     ],
 )
-def test_what_is_wrong_with_a_log_is_named(
-    tmp_path: Path, change: Callable[[dict[str, Any]], object], message: str
-) -> None:
+def test_logs_name_what_is_wrong(tmp_path: Path, change: Callable[[dict[str, Any]], object], message: str) -> None:
     row = _row(1)
     change(row)
     with pytest.raises(FileError, match=message):
@@ -132,7 +130,7 @@ def test_rounds_from_origins_are_those_of_the_loop(tmp_path: Path) -> None:
         ({}, "line 2: duplicates prompt 0: give each run by itself"),
     ],
 )
-def test_what_are_no_rounds(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+def test_rounds_refuse_other_records(tmp_path: Path, change: dict[str, Any], message: str) -> None:
     stats = Stats(acceptance_histogram=(0, 1), drafted_histogram=(0, 1)).to_json()
     settings = {"draft": "d", "num_draft_tokens": 1, "acceptance": "block"}
     row = {"index": 0, "origins": ["accepted", "bonus"], "stats": stats, "settings": settings}
@@ -177,7 +175,9 @@ def test_tensors_and_counts_as_print_writes_them(tmp_path: Path) -> None:
         (lambda path: read_rounds(path, 5), "[2]\n[4]\n[1]\n[5]\n", "line 3: a sequence ended after 4 tokens, not 5"),
     ],
 )
-def test_what_is_no_file_of_this_kind(tmp_path: Path, read: Callable[[Path], object], text: str, message: str) -> None:
+def test_rounds_file_refuses_other_files(
+    tmp_path: Path, read: Callable[[Path], object], text: str, message: str
+) -> None:
     (tmp_path / "file").write_text(text)
     with pytest.raises(FileError, match=message):
         read(tmp_path / "file")

@@ -123,7 +123,7 @@ COSTS = Costs(
 )
 
 
-def test_choices_by_hand() -> None:
+def test_choice_of_k_by_hand() -> None:
     """Texts of nine tokens. A round of "cheap" with two drafted tokens was not timed: it lies between."""
     cut = Stats(9, (2.0, 3.0), (0.0, 5.0), num_truncated_rounds=1.0)
     short = Stats(9, (1.0, 0.0, 1.0, 1.0), (1.0, 0.0, 1.0, 1.0))

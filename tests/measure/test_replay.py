@@ -257,7 +257,7 @@ def test_alpha_is_estimated_without_bias() -> None:
     assert abs(np.mean(differences)) < Z * np.std(differences) / math.sqrt(len(differences))
 
 
-def test_what_cannot_be_replayed_is_refused() -> None:
+def test_replay_refuses_bad_arguments() -> None:
     target, drafter = table_pair(8)
     header, records = written(target, PROMPTS[:1], temperature=0.7, max_new_tokens=5)
     for one, rule, message in (
@@ -271,7 +271,7 @@ def test_what_cannot_be_replayed_is_refused() -> None:
             list(replay(records, header, one, rule, [1]))
 
 
-def test_an_impossible_token_is_no_accident() -> None:
+def test_log_ratios_of_tokens_with_p_zero() -> None:
     """p = 0 at a token of the text can only be rounding. Then q/p counts as 1, or as 0 where q is 0 as well; it does
     not make up for a small q/p after it."""
     logs = log_ratios(np.array([0.5, 0.0, 0.5]), np.array([0.0, 0.0, 1.0]))

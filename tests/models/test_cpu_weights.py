@@ -104,7 +104,7 @@ _FILES = {"Q8_0": lambda _: "Q8_0", "Q4_0": lambda _: "Q4_0", "Q4_K_M": _of_k_qu
         *(("gemma2", "Q8_0"), ("gemma3", "Q8_0"), ("qwen35", "Q4_K_M")),
     ],
 )
-def test_it_is_the_widened_model(kind: str, form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_weights_equal_widened_model(kind: str, form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = write_in_blocks(tmp_path / "tiny.gguf", kind, _FILES[form])
     predicted: list[int] = []
     for module in ("loading", "planned"):
@@ -128,7 +128,7 @@ def test_it_is_the_widened_model(kind: str, form: str, tmp_path: Path, monkeypat
 
 
 @pytest.mark.parametrize("ending", [":a32", ""])
-def test_the_same_numbers_as_in_llama(ending: str, tmp_path: Path) -> None:
+def test_cpu_weights_give_logits_of_llama_cpp(ending: str, tmp_path: Path) -> None:
     """Its logits, up to the rounding of rows, which differs: ggml-cpu.c in llama.cpp (``type_traits_cpu``) rounds them
     to 8 bits in blocks of 32 numbers for IQ4_NL and MXFP4, of 256 for others here, and to 16 bits for F16 and BF16."""
     file = write_in_blocks(tmp_path / "tiny.gguf", "llama", many_forms)
@@ -138,7 +138,7 @@ def test_the_same_numbers_as_in_llama(ending: str, tmp_path: Path) -> None:
     assert (logits - golden).square().mean().sqrt() <= 0.04 * golden.std()
 
 
-def test_other_forms_are_widened(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_cpu_weights_of_other_types_are_widened(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     forms = {"ffn_down": "IQ2_XS", "ffn_up": "IQ3_S", "ffn_gate": "TQ2_0", "attn_q": "NVFP4", "token_embd": None}
     kept = write_in_blocks(tmp_path / "tiny.gguf", "llama", lambda name: forms.get(name.split(".")[-2], "Q8_0"))
     plain = outrider.load(kept, store="plain").target.model.state_dict()

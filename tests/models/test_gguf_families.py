@@ -19,7 +19,7 @@ import outrider
 from gguf_models import CASES, IDS, IN_MANY_FORMS, PLACES, Case, many_forms, random_case, write_case, write_in_blocks
 from native_cases import native_forward, native_logits
 from outrider.errors import ModelError, ModelNotFound, OutriderError, UnsupportedModel
-from outrider.kernels.blocks import BLOCK_FORMS
+from outrider.kernels.blocks import BLOCK_TYPES
 from outrider.models.families.table import plan_of
 from outrider.models.gguf.checkpoint import gguf_config
 from outrider.models.gguf.file import GgufFile, is_readable
@@ -47,7 +47,7 @@ def test_every_family_has_a_case() -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_it_is_the_model_that_was_written(name: str, tmp_path: Path) -> None:
+def test_gguf_equals_the_model_that_was_written(name: str, tmp_path: Path) -> None:
     """Transformers' logits of the same configuration, and llama.cpp's of the same file; natively, too, if there is a
     plan."""
     case = CASES[name]
@@ -75,7 +75,7 @@ def _bound(case: Case) -> float:
 
 @pytest.mark.oracle
 @pytest.mark.parametrize("name", _GOLDEN)
-def test_llama_gives_what_is_golden(name: str, tmp_path: Path) -> None:
+def test_golden_logits_are_those_of_llama_cpp(name: str, tmp_path: Path) -> None:
     pytest.importorskip("llama_cpp", reason="needs pip install llama-cpp-python==0.3.36, which takes 12 minutes")
     from golden.make_llama import logits_of
 
@@ -86,7 +86,7 @@ def test_llama_gives_what_is_golden(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", {case.architecture: name for name, case in reversed(CASES.items())}.values())
-def test_what_is_not_known_is_refused(name: str, tmp_path: Path) -> None:
+def test_gguf_refuses_unknown_keys_and_families(name: str, tmp_path: Path) -> None:
     case = CASES[name]
     model = random_case(case)
     key = f"{case.architecture}.attention.clamp_kqv"
@@ -177,7 +177,7 @@ def _write(path: Path, endianess: Any = gguf.GGUFEndian.LITTLE, **more: Any) -> 
     return path
 
 
-def test_it_reads_as_the_package_does(tmp_path: Path) -> None:
+def test_gguf_reader_equals_the_gguf_package(tmp_path: Path) -> None:
     file = _write(tmp_path / "lists.gguf")
     found, want = GgufFile.open(file), gguf.GGUFReader(file)
     stated = {key: field.contents() for key, field in want.fields.items() if not key.startswith("GGUF.")}
@@ -190,7 +190,7 @@ def test_it_reads_as_the_package_does(tmp_path: Path) -> None:
 
 
 def test_usual_files_are_read_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kinds = {form.name: form.number for form in BLOCK_FORMS.values()} | {"BF16": 30, "F16": 1, "F64": 28}
+    kinds = {form.name: form.number for form in BLOCK_TYPES.values()} | {"BF16": 30, "F16": 1, "F64": 28}
     sizes = {kind: gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name]] for name, kind in kinds.items()}
     file = _write(tmp_path / "lists.gguf")
     monkeypatch.setitem(sys.modules, "gguf", None)
@@ -214,7 +214,7 @@ def test_shards_are_one_file(tmp_path: Path) -> None:
         GgufFile.open(shards[0])
 
 
-def test_no_header_crashes(tmp_path: Path) -> None:
+def test_corrupt_gguf_headers_are_refused(tmp_path: Path) -> None:
     content = _write(tmp_path / "tiny.gguf").read_bytes()
     draw, end = random.Random(0), content.rindex(b"c") + 60
     headers = [content[:size] for size in range(0, end, 7)]

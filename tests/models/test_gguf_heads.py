@@ -65,7 +65,7 @@ def _assert_close(found: Tensor, expected: Tensor, atol: float = 2e-4) -> None:
 
 
 @pytest.mark.parametrize("name", HEADS)
-def test_it_drafts_what_llama_drafts(name: str, tmp_path: Path) -> None:
+def test_gguf_head_drafts_what_llama_cpp_drafts(name: str, tmp_path: Path) -> None:
     """And what the head of the folder, from which the file was made, drafts; natively and in PyTorch."""
     target, file, _ = write_pair(name, tmp_path)
     decoder = outrider.load(target)
@@ -116,7 +116,7 @@ def test_an_assistant_drafts_what_llama_drafts(tmp_path: Path) -> None:
 
 @pytest.mark.oracle
 @pytest.mark.parametrize("name", [*HEADS, *MTP, ASSISTANT])
-def test_llama_drafts_what_is_golden(name: str, tmp_path: Path) -> None:
+def test_golden_drafts_are_those_of_llama_cpp(name: str, tmp_path: Path) -> None:
     pytest.importorskip("llama_cpp", reason="needs pip install llama-cpp-python==0.3.36, which takes 12 minutes")
     from golden.make_gguf_heads import drafts_of
 
@@ -144,7 +144,7 @@ def test_matrices_stay_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert (found - expected).abs().mean() < 0.1 * expected.std()
 
 
-def test_what_is_not_known_is_refused(tmp_path: Path) -> None:
+def test_gguf_heads_refuse_unknown_keys(tmp_path: Path) -> None:
     """Sizes are compared before anything is made that is as long as the keys state."""
     target, _, _ = write_pair("DFlash 2", tmp_path)
     decoder = outrider.load(target)

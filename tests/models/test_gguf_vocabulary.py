@@ -66,7 +66,7 @@ def test_all_ids_are_texts_again() -> None:
         ),
     ],
 )
-def test_what_is_not_known_is_refused(metadata: dict[str, Any], error: type[OutriderError], message: str) -> None:
+def test_refusals_of_gguf_vocabulary(metadata: dict[str, Any], error: type[OutriderError], message: str) -> None:
     with pytest.raises(error, match=message) as caught:
         gguf_tokenizer(metadata, "tiny")
     assert "\n" not in str(caught.value)
@@ -105,7 +105,7 @@ def test_control_tokens_and_chat_templates() -> None:
         (["a", "<fim_pad>", "<PAD>", "<|file_sep|>", "<|repo_name|>"], {"eos": 0}, {0, 1, 3, 4}),
     ],
 )
-def test_ends(tokens: list[str], stated: dict[str, int], ends: set[int]) -> None:
+def test_gguf_end_tokens(tokens: list[str], stated: dict[str, int], ends: set[int]) -> None:
     keys: dict[str, Any] = {f"tokenizer.ggml.{key}_token_id": value for key, value in stated.items()}
     found = end_ids({"tokenizer.ggml.tokens": tokens, **keys}, stated.get("eos"))
     assert set(found) == ends and len(found) == len(ends)

@@ -36,7 +36,7 @@ from outrider.errors import (
     OutriderError,
     UnsupportedModel,
 )
-from outrider.kernels.blocks import BLOCK_FORMS
+from outrider.kernels.blocks import BLOCK_TYPES
 from outrider.kernels.narrow_weight import NarrowWeight
 from outrider.models import cpu_weights
 from outrider.models.executions import choose_execution
@@ -146,7 +146,7 @@ def _alter(path: Path, content: Any) -> None:
 
 
 @pytest.mark.parametrize("damage", DAMAGED)
-def test_damaged_folders(folder: Path, damage: str) -> None:
+def test_load_refuses_damaged_folders(folder: Path, damage: str) -> None:
     """One line that names the folder and what is wrong with it; never random weights in place of missing ones."""
     name, content, message = DAMAGED[damage]
     _alter(folder / name, content)
@@ -154,7 +154,7 @@ def test_damaged_folders(folder: Path, damage: str) -> None:
 
 
 @pytest.mark.parametrize("kind", NOT_ALONE)
-def test_what_is_no_model_by_itself_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+def test_load_refuses_heads_and_adapters_alone(folder: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """As target and, if it is a head, as draft. Its code is not run, nor asked for on standard input, where "y" would
     run it."""
     name, content, message = NOT_ALONE[kind]
@@ -181,7 +181,7 @@ UNSUPPORTED: dict[str, tuple[Any, Any, str]] = {
 
 
 @pytest.mark.parametrize("kind", UNSUPPORTED)
-def test_models_that_cannot_work_are_refused_by_name(kind: str) -> None:
+def test_load_refuses_unsupported_models_by_name(kind: str) -> None:
     model_class, config, reason = UNSUPPORTED[kind]
     model = random_model(model_class, config, 0)
     with pytest.raises(UnsupportedModel) as error:
@@ -222,7 +222,7 @@ def test_the_checksum_of_weights_knows_every_bit() -> None:
     rows = torch.from_numpy(block_bytes((40, 64), "Q4_0", 0))
     module = nn.Linear(64, 40, bias=False)
     order = torch.arange(64, dtype=torch.int32).flip(0)
-    module.weight = nn.Parameter(NarrowWeight.of_blocks(rows, BLOCK_FORMS[2], order), requires_grad=False)
+    module.weight = nn.Parameter(NarrowWeight.of_blocks(rows, BLOCK_TYPES[2], order), requires_grad=False)
     head, tail = b"weight (40, 64) torch.float32\n", order.numpy().tobytes()
     assert weights_checksum(module) == hashlib.sha256(head + rows.numpy().tobytes() + tail).hexdigest()
 
@@ -411,7 +411,7 @@ def spec_of(path: Path, document: Any) -> ModelSpec:
     return ModelSpec("toy", path=path)
 
 
-def test_only_what_the_file_states_counts(tmp_path: Path) -> None:
+def test_stated_sampling_is_that_of_the_files(tmp_path: Path) -> None:
     assert stated_sampling(spec_of(tmp_path, STATED)).defaults == TAKEN
     assert stated_sampling(spec_of(tmp_path, STATED), "none") == StatedSampling()
     assert stated_sampling(spec_of(tmp_path, {"temperature": None, "do_sample": True})) == StatedSampling()

@@ -62,7 +62,7 @@ def test_what_is_drawn_and_measured_is_that_of_the_first(found: list[dict[str, A
 
 
 @pytest.mark.slow
-def test_what_the_processes_refuse(found: list[dict[str, Any]]) -> None:
+def test_tensor_parallel_refusals(found: list[dict[str, Any]]) -> None:
     for one in found:
         assert one["parted"].startswith("RankError: the processes of this job have generated different tokens")
         refused = one["refused"]
@@ -91,7 +91,7 @@ def _llama() -> LlamaConfig:
         ({"device": torch.device("mps")}, DeviceError, "but not on mps: leave out --device"),
     ],
 )
-def test_what_cannot_be_shared(changes: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_tensor_parallel_refuses_uneven_plans(changes: dict[str, Any], error: type[Exception], message: str) -> None:
     given = {"size": 3, "placed": HERE, "device": ON_CPU, "config": _llama(), "method": None}
     check_shares("m", **given)
     with pytest.raises(error, match=message):

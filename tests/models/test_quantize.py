@@ -16,7 +16,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import outrider
 from outrider.errors import MissingExtra, OptionError, UnsupportedModel
-from outrider.kernels.blocks import GROUP_FORMS, in_groups
+from outrider.kernels.blocks import GROUP_TYPES, in_groups
 from outrider.kernels.narrow_weight import NarrowWeight
 from outrider.models import cpu_weights
 from outrider.models.quantize import rounded_to_groups, widened_groups
@@ -54,7 +54,7 @@ def test_a_quantized_target(quantization: str) -> None:
     assert (got - want).norm() < tolerance * (want - want.mean(-1, keepdim=True)).norm()
 
 
-def test_what_cannot_be_quantized_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quantize_refuses_unsupported_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = save(tmp_path, random_llama())
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"quantization": {"group_size": 64, "bits": 4}}))
@@ -153,7 +153,7 @@ def test_a_checkpoint_of_bitsandbytes_loads_without_its_outliers(tmp_path: Path)
 # int4: weights rounded to groups on the CPU
 
 
-def test_each_number_is_near() -> None:
+def test_quantized_numbers_are_near() -> None:
     weight = torch.randn(64, 128, generator=torch.Generator().manual_seed(0))
     wholes, scales, zeros = rounded_to_groups(weight)
     error = (weight - widened_groups(wholes, scales, zeros)).abs()
@@ -183,6 +183,6 @@ def test_a_loaded_model_has_these_weights(tmp_path: Path, monkeypatch: pytest.Mo
             if "down_proj" in name:  # of 144 inputs
                 assert isinstance(one, NarrowWeight) and one.blocks is None
                 continue
-            groups = NarrowWeight.of_blocks(in_groups(*rounded_to_groups(layer.weight)), GROUP_FORMS[32, True])
-            assert one.blocks == replace(GROUP_FORMS[32, True], num_digits=2) and torch.equal(one.stored, groups.stored)
+            groups = NarrowWeight.of_blocks(in_groups(*rounded_to_groups(layer.weight)), GROUP_TYPES[32, True])
+            assert one.blocks == replace(GROUP_TYPES[32, True], num_digits=2) and torch.equal(one.stored, groups.stored)
             assert type(other) is nn.Parameter and torch.equal(one.wide(), other)

@@ -75,7 +75,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("text", "message"), BAD)
-def test_files_that_are_not_understood_are_refused(tmp_path: Path, text: str | bytes | None, message: str) -> None:
+def test_registry_refuses_malformed_files(tmp_path: Path, text: str | bytes | None, message: str) -> None:
     file = tmp_path / "models.toml"
     if text is not None:
         file.write_bytes(text if isinstance(text, bytes) else text.encode())
@@ -94,7 +94,7 @@ def test_files_that_are_not_understood_are_refused(tmp_path: Path, text: str | b
         ("fable:int8:nf4", "ends in two quantizations"),
     ],
 )
-def test_what_there_is_not(name: str, message: str) -> None:
+def test_registry_refuses_unknown_names(name: str, message: str) -> None:
     with pytest.raises(ModelNotFound, match=message):
         resolve(name)
 

@@ -124,7 +124,7 @@ def _facts(tokenizer: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_files_mean_what_they_mean_in_transformers(case: str, tmp_path: Path) -> None:
+def test_tokenizer_files_equal_transformers(case: str, tmp_path: Path) -> None:
     folder = _saved(tmp_path / "model", case)
     ours, theirs = load_tokenizer(ModelSpec("tiny", folder)), AutoTokenizer.from_pretrained(folder)
     assert isinstance(ours, FastTokenizer) and _facts(ours) == _facts(theirs)

@@ -47,7 +47,7 @@ def error(got: Tensor, want: Tensor) -> float:
 def oracle(model: PreTrainedModel, ids: Tensor) -> tuple[Tensor, list[Tensor]]:
     """Logits, and inputs of the layers, the last norm's the last."""
     last: list[Tensor] = []
-    norm = model.get_submodule(plan_of(model.config).last_norm.weight.removesuffix(".weight"))
+    norm = model.get_submodule(plan_of(model.config).final_norm.weight.removesuffix(".weight"))
     hook = norm.register_forward_pre_hook(lambda _, given: last.append(given[0]))
     output = model(input_ids=ids, use_cache=False, output_hidden_states=True)
     hook.remove()
@@ -83,7 +83,7 @@ def largest_error(model: PreTrainedModel, change: Callable[[Plan], Plan] = lambd
 
 
 @pytest.mark.parametrize(("family", "name"), ALL)
-def test_the_modelling_code(family: str, name: str) -> None:
+def test_native_logits_equal_transformers(family: str, name: str) -> None:
     assert largest_error(random_model(family, CASES[family][name])) <= TOLERANCES.get(family, TOLERANCE)
 
 
@@ -92,11 +92,11 @@ def test_the_modelling_code(family: str, name: str) -> None:
     [
         lambda plan: _changed(plan, AttentionPlan, window=7),
         lambda plan: _changed(plan, RopePlan, frequencies=tuple(1.001 * one for one in plan.ropes[0].frequencies)),
-        lambda plan: replace(plan, last_norm=replace(plan.last_norm, epsilon=1e-3)),
-        lambda plan: replace(plan, logit_cap=plan.logit_cap * 1.01),
+        lambda plan: replace(plan, final_norm=replace(plan.final_norm, epsilon=1e-3)),
+        lambda plan: replace(plan, logit_softcap=plan.logit_softcap * 1.01),
     ],
 )
-def test_a_wrong_plan_is_seen(change: Callable[[Plan], Plan]) -> None:
+def test_wrong_plan_changes_native_logits(change: Callable[[Plan], Plan]) -> None:
     assert largest_error(random_model("gemma2", CASES["gemma2"]["low caps"]), change) > 10 * TOLERANCE
 
 
@@ -127,7 +127,7 @@ _DYNAMIC = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 500.0, "fa
         ("gpt_neox", {}, "gpt_neox has no plan"),
     ],
 )
-def test_a_configuration_without_a_plan(family: str, fields: dict[str, Any], reason: str) -> None:
+def test_configuration_without_a_plan_is_refused(family: str, fields: dict[str, Any], reason: str) -> None:
     with pytest.raises(NotPlanned, match=reason):
         plan = plan_of(configuration(family, fields))
         check_plan(plan)
@@ -172,7 +172,7 @@ def _changed(value: Any, kind: type, **changes: Any) -> Any:
 
 
 @pytest.mark.parametrize("family", _FAMILIES)
-def test_numbers_beyond_bounds(family: str) -> None:
+def test_plan_refuses_numbers_beyond_bounds(family: str) -> None:
     plan = _plan(family)
     check_plan(plan)
     assert CASES.keys() == {name for name, family in FAMILIES.items() if family.plan}
@@ -189,26 +189,26 @@ def test_numbers_beyond_bounds(family: str) -> None:
 
 
 @pytest.mark.parametrize("factors", [((-1, 1.0),), ((1.0, 1.0),), ((1, 1.0), (2**40, 1.0)), ((1, math.nan),)])
-def test_rows_and_their_factors(factors: tuple[Any, ...]) -> None:
+def test_output_scales_of_matrices_are_checked(factors: tuple[Any, ...]) -> None:
     plan = _plan("falcon_h1")
-    check_plan(_changed(plan, MatrixPlan, factors=((0, -0.5), (3, 2.0))))
-    with pytest.raises(NotPlanned, match="its plan has factors = "):
-        check_plan(_changed(plan, MatrixPlan, factors=factors))
+    check_plan(_changed(plan, MatrixPlan, output_scales=((0, -0.5), (3, 2.0))))
+    with pytest.raises(NotPlanned, match="its plan has output_scales = "):
+        check_plan(_changed(plan, MatrixPlan, output_scales=factors))
 
 
 _CONTRADICTIONS: list[tuple[str, Callable[[Plan], Plan], str]] = [
-    ("gemma4_text", lambda plan: _changed(plan, AttentionPlan, num_heads=3), "3 heads in 2 groups"),
+    ("gemma4_text", lambda plan: _changed(plan, AttentionPlan, num_heads=3), "3 heads on 2 KV heads"),
     ("gemma4_text", lambda plan: _changed(plan, AttentionPlan, rope=9), "no rope 9 for layer 0"),
     ("gemma4_text", lambda plan: _changed(plan, AttentionPlan, source=0), "no keys of layer 0 for layer 0"),
-    ("gemma4_text", lambda plan: replace(plan, sides=None), "a gate of sides in layer 0, and no sides"),
+    ("gemma4_text", lambda plan: replace(plan, per_layer=None), "a per-layer gate in layer 0 alone"),
     (
         "gemma4_text",
         lambda plan: _changed(plan, ExpertsPlan, limit=1.0, ups=plan.layers[0].mlp.ups[:1]),
         "have no gate",
     ),
     ("gemma4_text", lambda plan: replace(plan, layers=()), "no layers"),
-    ("gpt2", lambda plan: replace(plan, num_places=0), "embeddings of no positions"),
-    ("lfm2", lambda plan: _changed(plan, RecurrencePlan, num_taps=9), "9 taps"),
+    ("gpt2", lambda plan: replace(plan, num_positions=0), "embeddings of no positions"),
+    ("lfm2", lambda plan: _changed(plan, RecurrencePlan, kernel_size=9), "a convolution of 9 tokens"),
     ("qwen3_5_text", lambda plan: _changed(plan, RecurrencePlan, value_width=0), "heads of the sizes"),
     ("qwen3_5_text", lambda plan: _changed(plan, RecurrencePlan, num_groups=4), "6 heads in 4 groups"),
     ("glm4_moe", lambda plan: _changed(plan, ExpertsPlan, ups=()), "0 matrices before an activation"),
@@ -216,16 +216,16 @@ _CONTRADICTIONS: list[tuple[str, Callable[[Plan], Plan], str]] = [
 
 
 @pytest.mark.parametrize(("family", "change", "reason"), _CONTRADICTIONS)
-def test_numbers_that_are_impossible_together(family: str, change: Callable[[Plan], Plan], reason: str) -> None:
+def test_plan_refuses_contradictory_numbers(family: str, change: Callable[[Plan], Plan], reason: str) -> None:
     with pytest.raises(NotPlanned, match=reason):
         check_plan(change(_plan(family)))
 
 
-def test_weights_of_other_sizes_than_the_plan_has() -> None:
+def test_plan_refuses_weights_of_other_sizes() -> None:
     """A head has a plan of its own, and no probe."""
     model = random_model("gemma4_text", CASES["gemma4_text"]["of published files"])
-    with pytest.raises(NotPlanned, match="num_chosen = 0"):
-        NativeForward(model, _changed(_plan("gemma4_text"), ExpertsPlan, num_chosen=0))
+    with pytest.raises(NotPlanned, match="num_active = 0"):
+        NativeForward(model, _changed(_plan("gemma4_text"), ExpertsPlan, num_active=0))
     side = model.model.layers[0]
     side.per_layer_input_gate.weight.data = side.per_layer_input_gate.weight.data[:20]
     side.per_layer_projection.weight.data = side.per_layer_projection.weight.data[:, :20].contiguous()

@@ -18,7 +18,7 @@ from outrider.drafters.base import NO_DRAFTER
 from outrider.drafters.lookups import ngram_drafter
 from outrider.drafters.model import model_drafter
 from outrider.errors import OptionError
-from outrider.kernels.blocks import BLOCK_FORMS
+from outrider.kernels.blocks import BLOCK_TYPES
 from outrider.kernels.narrow_weight import NarrowWeight
 from outrider.native.engine import NativeForward
 from outrider.native.plan import MatrixPlan, NotPlanned
@@ -45,7 +45,7 @@ def _lm(model: PreTrainedModel, *, is_native: bool = False) -> LM:
 
 @pytest.mark.parametrize(("family", "name", "tolerance"), [*((*kind, 1e-5) for kind in _KINDS), *_BROKEN])
 @torch.inference_mode()
-def test_broken_tokens(family: str, name: str, tolerance: float) -> None:
+def test_native_tokens_that_are_not_finite(family: str, name: str, tolerance: float) -> None:
     """Logits are NaN from there on, as those of the model's own code, in that row alone; what replaces the token finds
     the cache as if nothing had been there."""
     model = random_model(family, CASES[family][name])
@@ -158,7 +158,7 @@ def _weight(change: Callable[[Tensor], Tensor]) -> Callable[[PreTrainedModel], N
 
 def _with_order(model: PreTrainedModel) -> None:
     rows, order = torch.zeros(40, 18, dtype=torch.uint8), torch.arange(32, dtype=torch.int32)
-    model.model.layers[1].mlp.down_proj.weight = _parameter(NarrowWeight.of_blocks(rows, BLOCK_FORMS[2], order))
+    model.model.layers[1].mlp.down_proj.weight = _parameter(NarrowWeight.of_blocks(rows, BLOCK_TYPES[2], order))
 
 
 _Q = "model.layers.1.self_attn.q_proj"
@@ -263,7 +263,7 @@ def _errors(got: Tensor, want: Tensor) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize(("form", "is_tied"), [(form, i % 2 == 0) for i, form in enumerate([*PLAIN, *BLOCKS])])
-def test_the_widened_model(form: str, is_tied: bool) -> None:
+def test_native_logits_equal_the_widened_model(form: str, is_tied: bool) -> None:
     """Random blocks with offsets make a head look at one token alone, where a last bit of a score counts: the largest
     error may be larger than in test_families.py, though Transformers' own is as large."""
     model = model_in(form, tie_word_embeddings=is_tied)
@@ -273,7 +273,7 @@ def test_the_widened_model(form: str, is_tied: bool) -> None:
 
 @pytest.mark.parametrize("form", BLOCKS)
 @pytest.mark.parametrize(("num_digits", "low", "high"), [(1, 3e-3, 3e-2), (2, 3e-5, 3e-4)])
-def test_rounded_rows(form: str, num_digits: int, low: float, high: float) -> None:
+def test_native_logits_of_rounded_rows(form: str, num_digits: int, low: float, high: float) -> None:
     """The twin rounds the same rows. But sums in another order round a number here and there to the next integer, and
     these differences more numbers in what follows: it is near where integers have 8 bits, and no nearer than the model
     that rounds nothing where they have 15."""
@@ -309,11 +309,11 @@ def test_a_part_has_its_own_rows_scales_and_biases() -> None:
         assert [*(c_float * 2).from_address(matrix.bias)] == biases
         assert [*(c_int8 * 8).from_address(matrix.data)] == [*rows]
     weights = Weights({"weight": nn.Parameter(torch.ones(4, 8), requires_grad=False)})
-    matrix = weights.matrix(MatrixPlan("weight", factors=((1, 2), (0, 3))))  # whole factors are floats too
+    matrix = weights.matrix(MatrixPlan("weight", output_scales=((1, 2), (0, 3))))  # whole factors are floats too
     assert [*(c_float * 4).from_address(matrix.scales)] == [2.0, 3.0, 3.0, 3.0]
 
 
-def test_forms_that_are_refused() -> None:
+def test_native_forward_refuses_unknown_storage() -> None:
     model = model_in(
         {"gate_up_proj": "Q8_0"}, family="qwen3_moe", stated=OF_SEVERAL["qwen3_moe"][1] | {"moe_intermediate_size": 72}
     )

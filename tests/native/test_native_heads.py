@@ -78,7 +78,7 @@ def _check(head: LM, target: LM) -> None:
     ("family", "case"),
     [*(("llama", case) for case in _EAGLE3), *((one, "no embedding, few tokens") for one in _OTHERS)],
 )
-def test_eagle3(family: str, case: str, tmp_path: Path) -> None:
+def test_native_eagle3_heads(family: str, case: str, tmp_path: Path) -> None:
     """The head is a Llama's; the embedding is the target's, with what it multiplies."""
     target = _target(family, **({"head_dim": 12} if family == "gemma3_text" else {}))
     write_eagle3(tmp_path, target.model, **_EAGLE3[case])
@@ -86,7 +86,7 @@ def test_eagle3(family: str, case: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("family", "layout"), [("llama", "deepseek"), ("qwen3", "qwen"), ("glm4", "deepseek")])
-def test_mtp(family: str, layout: str, tmp_path: Path) -> None:
+def test_native_mtp_heads(family: str, layout: str, tmp_path: Path) -> None:
     fields = {"tie_word_embeddings": False}
     write_mtp(tmp_path, _target(family, **fields).model, layout=layout)
     target = _target(family, **fields)
@@ -110,7 +110,7 @@ def _block_results(head: LM, context: Tensor, lengths: list[int]) -> tuple[Tenso
 
 
 @pytest.mark.parametrize("case", _BLOCKS)
-def test_blocks(case: str, tmp_path: Path) -> None:
+def test_native_block_heads(case: str, tmp_path: Path) -> None:
     """Of rows with contexts of different lengths, one of which does not draft; and of the first row alone."""
     target = _target("llama")
     write_block(tmp_path, target.model, **_BLOCKS[case])
@@ -125,7 +125,7 @@ def test_blocks(case: str, tmp_path: Path) -> None:
     assert all(torch.equal(mine[:1], other) for mine, other in zip(found, alone, strict=True))
 
 
-def test_what_the_engine_does_not_know_runs_eagerly(tmp_path: Path) -> None:
+def test_native_heads_without_a_plan_run_eagerly(tmp_path: Path) -> None:
     target = _target("llama")
     for name, options in (("convolutions", {"is_second": True}), ("long", {"block_size": 200})):
         write_block(tmp_path / name, target.model, **options)

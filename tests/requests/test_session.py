@@ -234,7 +234,7 @@ def test_tasks_share_a_session() -> None:
     assert asyncio.run(all_tasks()) == alone
 
 
-def test_errors_of_a_task(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_async_session_errors_of_a_task(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of options, of a row, of the engine, and of a session that is closed. None of them ends the session."""
     decoder, options = _broken()
 

@@ -148,7 +148,7 @@ def test_a_device_that_captures_wrongly_changes_no_text(
         tokens(capture(target, is_required=True), drafter, REQUESTS, REJECTION, 3)
 
 
-def test_what_rounding_explains_is_no_fault(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_captured_steps_may_round_anew(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     target, drafter = llama_pair()
     want, fast = tokens(target, drafter, REQUESTS, REJECTION, 3), capture(target)
     _spoil(monkeypatch, _with_rounding)

@@ -24,7 +24,7 @@ from outrider.sampling.probs import (
     draw_gumbel,
     full,
     normalise,
-    rows_of,
+    probs_of,
     stack_places,
     to_probs,
 )
@@ -58,7 +58,7 @@ def _logits(vocab_size: int, scale: float, seed: int = 0) -> Tensor:
 
 
 def _rows(logits: Tensor, settings: Settings) -> Candidates:
-    rows, finite = rows_of(logits, settings)
+    rows, finite = probs_of(logits, settings)
     assert isinstance(rows, Candidates), "there is a compiler"
     assert bool(finite.all())
     return rows
@@ -90,7 +90,7 @@ def test_rows_of_few_tokens(options: dict) -> None:
     for vocab_size, num_tokens in ((5000, 300), (70, 65), (9, 1)):
         ids = torch.randperm(vocab_size, generator=torch.Generator().manual_seed(1))[:num_tokens].sort().values
         logits, settings = _logits(num_tokens, 2), _settings([Sampling(**options)] * 2, vocab_size)
-        rows, finite = rows_of(logits, settings, token_ids=ids, vocab_size=vocab_size)
+        rows, finite = probs_of(logits, settings, token_ids=ids, vocab_size=vocab_size)
         want = normalise(to_probs(spread(logits, ids, vocab_size), settings))
         assert bool(finite.all()) and torch.equal(full(rows) > 0, want > 0)
         torch.testing.assert_close(full(rows), want, rtol=3e-6, atol=0)
@@ -114,10 +114,10 @@ def test_logits_that_are_not_finite_are_told() -> None:
     for value, place, options in places:
         x = torch.randn(2, 1, 100, generator=torch.Generator().manual_seed(1))
         x[0, 0, place] = value
-        rows, finite = rows_of(x, _settings([Sampling(**options)] * 2, 100))
+        rows, finite = probs_of(x, _settings([Sampling(**options)] * 2, 100))
         assert finite.tolist() == [[False], [True]]
         assert torch.equal(full(rows)[1], full(_rows(x[1:], _settings([Sampling(**options)], 100)))[0])
-    assert rows_of(torch.full((1, 1, 9), -torch.inf), _settings([Sampling()], 9))[1].tolist() == [[False]]
+    assert probs_of(torch.full((1, 1, 9), -torch.inf), _settings([Sampling()], 9))[1].tolist() == [[False]]
 
 
 def test_candidates_move_as_full_rows_do() -> None:

@@ -76,7 +76,7 @@ def _random_rounds(rng: np.random.Generator, num: int, k: int) -> tuple[Tensor, 
     [(rule, 0.0) for rule in ON_ALL_ROWS.values()] + [(rule, 1e-5) for rule in UNIFORM_RULES],
     ids=[*ON_ALL_ROWS, *(f"{rule.name}, rows that nearly sum to 1" for rule in UNIFORM_RULES)],
 )
-def test_verdict_equals_the_slow_twins(rule: Rule, off_by: float) -> None:
+def test_rules_equal_their_slow_twins(rule: Rule, off_by: float) -> None:
     """1,000 ragged rounds: length, token, p and q. Half of the uniform numbers lie 1e-9 from a threshold, or from the
     end of a token's cell, also where the rows given are not quite normalised, as a softmax in float32 leaves them. Only
     the token drawn from an (almost) empty rest is left out."""

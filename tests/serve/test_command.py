@@ -13,7 +13,7 @@ from servers import LIMIT_S
 from pairs import random_llama, save, word_tokenizer
 
 
-def test_the_command(tmp_path: Path) -> None:
+def test_serve_command(tmp_path: Path) -> None:
     """Clients see no folder of this machine. At SIGTERM running requests go on to their end, then the process ends."""
     target, draft = (str(tmp_path / name) for name in ("target", "poet-draft"))
     save(Path(target), random_llama(context_len=4096), word_tokenizer())

@@ -161,7 +161,7 @@ CASES: list[tuple[Mapping[str, bool], Sequence[str], str, dict[str, Any], tuple[
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "".join(case[1])[:30] + str([*case[3]]))
-def test_every_door_says_the_same(case: Any) -> None:
+def test_endpoints_give_equal_texts(case: Any) -> None:
     markers, script, template, body, expected = case
     with running(scripted(script, template, markers, has_draft=True)) as server:
         for door, is_stream, k in itertools.product(DOORS, (False, True), (0, 1, 8)):

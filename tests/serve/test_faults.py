@@ -38,7 +38,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Running]:
         yield one
 
 
-def test_clients_that_leave_free_their_slots(server: Running, caplog: pytest.LogCaptureFixture) -> None:
+def test_disconnected_clients_free_their_slots(server: Running, caplog: pytest.LogCaptureFixture) -> None:
     """Of streams: many, since a client may leave when there is something to send; of whole answers; and in the middle
     of a request, which is not logged as a fault of ours."""
     with server.openai() as client:

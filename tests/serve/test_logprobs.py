@@ -72,7 +72,7 @@ def sliced(choice: Mapping[str, Any]) -> list[str]:
     return [choice["text"][begin:end] for begin, end in itertools.pairwise(offsets)]
 
 
-def test_texts_and_places() -> None:
+def test_logprobs_have_texts_and_places() -> None:
     """A character is at the place of its tokens; the end is after the text, and is no content of a chat."""
     tokens = ["▁upon", "<0xF0>", "<0x9F>", "<0x99>", "<0x82>", "▁a", "s", "▁time", "."]
     texts = [" upon", *PARTS, " a", "s", " time", ".", "<end>"]
@@ -111,7 +111,7 @@ def test_places_beyond_a_stop_string() -> None:
     assert choice["logprobs"]["tokens"] == [" upon", " a", " time", "s"]
 
 
-def test_an_echo() -> None:
+def test_logprobs_of_an_echo() -> None:
     """Of texts and of ids; special tokens are where they are written, and nowhere if they were added."""
     tokenizer = spaced()
     with running(saying(tokenizer, ["▁upon", "▁time"])) as server:

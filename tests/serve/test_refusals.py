@@ -52,7 +52,7 @@ BAD_VALUES: dict[str, list[Any]] = {
 }
 
 
-def test_the_field_is_named(http: httpx.Client) -> None:
+def test_refusals_name_the_field(http: httpx.Client) -> None:
     """Under the name that the client used; and by the openai client."""
     asked: list[tuple[str, dict[str, Any]]] = [
         ("repeat_penalty", {"prompt": "A", "repeat_penalty": 0}),
@@ -119,7 +119,7 @@ OF_ENDPOINTS: list[tuple[str, str, dict[str, Any]]] = [
 ]
 
 
-def test_the_field_of_an_endpoint_is_named(server: Running) -> None:
+def test_refusals_name_the_field_of_each_endpoint(server: Running) -> None:
     """As it is called there, in the message too."""
     of_chats = ("messages", "max_completion_tokens", "response_format", "reasoning_effort", "chat_template_kwargs")
     with server.http() as http:
@@ -152,7 +152,7 @@ def test_fields_that_may_change_the_text_are_refused(http: httpx.Client) -> None
     assert http.post("/v1/completions", json=body | neutral).status_code == 200
 
 
-def test_other_refusals(http: httpx.Client) -> None:
+def test_server_refuses_bad_requests(http: httpx.Client) -> None:
     """Errors do not repeat the request, whatever its length."""
     path = "/v1/completions"
     assert refused(http.get("/v1/nothing"), 404)["type"] == "NotFoundError"
@@ -178,7 +178,7 @@ def test_other_refusals(http: httpx.Client) -> None:
         assert len(http.post(path, json={"prompt": "A"} | more).content) < 1000
 
 
-def test_keys() -> None:
+def test_server_checks_api_keys() -> None:
     with running(words(), api_keys=("secret",), names=("toy",)) as server, server.http() as http:
         for path in ("/v1/models", "/v1/completions", "/tokenize", "/v1/race/choices", "/page/other.js"):
             for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "Basic secret"}):
@@ -204,7 +204,7 @@ def test_other_names_of_this_machine(http: httpx.Client) -> None:
         assert not any(name.startswith("access-control") for name in response.headers)
 
 
-def test_any_body_is_answered() -> None:
+def test_server_answers_any_body() -> None:
     decoder = words(context_len=40)
     decoder.tokenizer.chat_template = "w1"
     names = (

@@ -141,7 +141,7 @@ NAMES: list[tuple[dict[str, Any], dict[str, Any]]] = [
 ]
 
 
-def test_names_of_options() -> None:
+def test_option_names_of_other_servers() -> None:
     """OpenAI's, vLLM's, SGLang's, llama.cpp's and Transformers' names for options that the library has."""
     for fields, options in NAMES:
         asks = (CompletionBody.read_request({"prompt": "A", **one}) for one in (fields, {}))
@@ -174,7 +174,7 @@ def test_a_request_may_do_without_the_draft(decoder: Decoder, server: Running) -
             assert (answer["metrics"]["speculative_decoding"] is None) == ("draft" in own)
 
 
-def test_models(client: OpenAI, server: Running) -> None:
+def test_models_endpoint(client: OpenAI, server: Running) -> None:
     cards = client.models.list().data
     assert [card.id for card in cards] == ["fable", "another-name"]
     assert {card.max_model_len for card in cards} == {512}
@@ -198,7 +198,7 @@ def test_tokens_and_back(decoder: Decoder, server: Running) -> None:
         assert http.get("/tokenizer_info").json()["eos_token"] == decoder.tokenizer.eos_token
 
 
-def test_chats() -> None:
+def test_chat_completions() -> None:
     tokenizer = word_tokenizer()
     tokenizer.chat_template = "{% for message in messages %}{{ message.content }} {% endfor %}"
     decoder = load(random_llama(), random_llama(seed=1), tokenizer=tokenizer, draft_tokenizer=tokenizer)

@@ -9,12 +9,12 @@ from transformers import PreTrainedModel
 
 from ggml_blocks import block_bytes, numbers_of
 from native_cases import CASES, random_model
-from outrider.kernels.blocks import BLOCK_FORMS, GROUP_FORMS, BlockForm, in_groups
+from outrider.kernels.blocks import BLOCK_TYPES, GROUP_TYPES, BlockType, in_groups
 from outrider.kernels.narrow_weight import NarrowWeight
 from outrider.models.cpu_weights import expert_layouts
 
-_GGUF = {form.name: form for form in BLOCK_FORMS.values()}
-_GROUPS = {form.name: form for form in GROUP_FORMS.values() if form.name not in _GGUF}
+_GGUF = {form.name: form for form in BLOCK_TYPES.values()}
+_GROUPS = {form.name: form for form in GROUP_TYPES.values() if form.name not in _GGUF}
 BLOCKS = _GGUF | _GROUPS
 PLAIN = ("float32", "float32, kept", "bfloat16", "int8")
 # Widths are whole blocks of all forms.
@@ -65,7 +65,7 @@ def stored_matrix(weight: Tensor, form: str, num_digits: int, seed: int) -> Tens
     return NarrowWeight.of_blocks(torch.from_numpy(rows), blocks)
 
 
-def _group_bytes(weight: Tensor, form: BlockForm, seed: int) -> Tensor:
+def _group_bytes(weight: Tensor, form: BlockType, seed: int) -> Tensor:
     (number, width), generator = weight.shape, torch.Generator().manual_seed(seed)
     wholes = torch.randint(16, (number, width), dtype=torch.uint8, generator=generator)
     scales = (float(weight.std()) / 6 * torch.randn(number, width // form.num_numbers, generator=generator)).half()

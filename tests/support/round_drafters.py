@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.drafters.base import Drafter, Prefill, Rows, Session, VerifyResult, empty_draft
+from outrider.drafters.base import Drafter, DraftSession, Prefill, Rows, VerifyResult, empty_draft
 from outrider.records import Draft
 from outrider.runtime.lm import LM
 from outrider.sampling.probs import to_probs
@@ -33,7 +33,7 @@ def _drawn(rows: Rows, k: int, rule: Rule, noise: Any, logits_at: Callable[[int,
     return Draft(torch.stack(ids[1:], dim=1), torch.stack(probs, dim=1), rows.num_wanted)
 
 
-class _TableSession(Session):
+class _TableSession(DraftSession):
     """A Markov chain for the first token of a round, and another for the rest."""
 
     def __init__(self, models: tuple[LM, ...], num_slots: int, capacity: int, *_: Any) -> None:
@@ -47,7 +47,7 @@ def two_tables(first: Tensor, later: Tensor) -> Drafter:
     return Drafter("two tables", _TableSession, (table_lm(first), table_lm(later)))
 
 
-class _ParallelSession(Session):
+class _ParallelSession(DraftSession):
     """Reads the sequence and K - 1 mask tokens in one forward, anew in each round. The mask is the last token."""
 
     def __init__(self, models: tuple[LM, ...], num_slots: int, capacity: int, *_: Any) -> None:
@@ -70,7 +70,7 @@ def parallel(lm: LM) -> Drafter:
     return Drafter("parallel", _ParallelSession, (lm,))
 
 
-class _HeadSession(Session):
+class _HeadSession(DraftSession):
     """A linear map of the target's hidden states at the beginning of the round, whose sign turns after the first token,
     and of the last token.
 

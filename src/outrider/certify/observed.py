@@ -47,7 +47,7 @@ MAX_RATIO, MAX_SURPRISE = 30.0, 20.0
 class GeneratedText:
     """A generated sequence."""
 
-    index: int  # with the seed of the tests it determines the w of the tokens
+    index: int  # sequence number; with the seed of the tests, the key of its uniform numbers w
     prompt: int  # index of the prompt
     prompt_ids: tuple[int, ...]
     token_ids: tuple[int, ...]

@@ -21,7 +21,7 @@ import torch
 
 from outrider.decoding.batch import Batch, Row, final_length, final_room
 from outrider.decoding.fair_queue import FairQueue
-from outrider.decoding.readback import StartedRound, failed, read
+from outrider.decoding.readback import StartedRound, failed, read_round
 from outrider.decoding.runner import PREFILL_CHUNK, Runner, next_forward
 from outrider.decoding.schedule import ConstantSchedule, RoundOutcome, RowCounts, Schedule
 from outrider.decoding.scheduler import Load, Scheduler, Slots
@@ -169,7 +169,7 @@ class Engine:
         clock.wait(done.marks[-1])
         # All rounds before it were read: the lengths are those with which it began.
         most_drafted = [row.most_drafted(done.k) for row in done.rows if row is not None and not row.is_done]
-        row_rounds = read(done, self._target.name)
+        row_rounds = read_round(done, self._target.name)
         if not self._has_warned and any(row.has_broken_draft for row in row_rounds):  # it costs speed alone
             self._has_warned = True
             _LOG.warning("the draft %s gave NaN or infinite logits: its drafts are cut there", self._drafter.name)

@@ -88,7 +88,7 @@ class Logprobs(NamedTuple):
         return tuple(TokenLogprob(one, tuple(zip(ids[:num_top], top[:num_top], strict=True))) for one, top, ids in rows)
 
 
-def read(started: StartedRound, target_name: str) -> list[RowRound]:
+def read_round(started: StartedRound, target_name: str) -> list[RowRound]:
     """Read a finished round and apply stop conditions token by token. Rows that ended before are skipped."""
     row_rounds = []
     for b, (row, numbers) in enumerate(zip(started.rows, started.report.tolist(), strict=True)):

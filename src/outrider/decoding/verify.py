@@ -17,7 +17,7 @@ from outrider.runtime.cache import SlotCache
 from outrider.runtime.lm import LM
 from outrider.sampling.history import History
 from outrider.sampling.masks import Masked
-from outrider.sampling.probs import Settings, rows_of
+from outrider.sampling.probs import Settings, probs_of
 from outrider.sampling.rules import Rule
 
 
@@ -71,7 +71,7 @@ class VerifyStep:
         logits, features = lm.forward_with_features(
             ids, positions, cache, self.view_len, self.features, keeps_finite=True
         )
-        probs, is_finite = rows_of(logits, settings, history.along(draft.ids), allowed)  # [B, K+1, V], [B, K+1]
+        probs, is_finite = probs_of(logits, settings, history.along(draft.ids), allowed)  # [B, K+1, V], [B, K+1]
         is_bad = is_fed & ~is_finite
         num_verified = torch.minimum(num_drafted, _first(is_bad))
         verdict = self.rule.verify(probs, replace(draft, num_drafted=num_verified), noise)

@@ -129,7 +129,7 @@ class VerifyResult:
         return torch.where(following < self.lengths[:, None], following - 1, -1)
 
 
-class Session(ABC):
+class DraftSession(ABC):
     """The state of a drafter over the slots of one engine."""
 
     @abstractmethod
@@ -163,7 +163,7 @@ class Session(ABC):
         """Receive the result of a round that was committed, with drafts or without."""
 
 
-Opens = Callable[[Sequence[LM], int, int, torch.device, int], Session]
+Opens = Callable[[Sequence[LM], int, int, torch.device, int], DraftSession]
 """Start a session: (models, slots, most tokens in a sequence, device of the loop's tensors, most tokens drafted for a
 row in a round) -> session."""
 
@@ -202,7 +202,7 @@ class Drafter:
         """The language model of q, if q depends on the tokens alone. ``q_sampling`` gives the sampling options of q."""
         return self.models[0] if self.is_lm else None
 
-    def open(self, num_slots: int, capacity: int, device: torch.device, max_k: int) -> Session:
+    def open(self, num_slots: int, capacity: int, device: torch.device, max_k: int) -> DraftSession:
         """Start a session over empty slots.
 
         Args:
@@ -217,7 +217,7 @@ class Drafter:
         return replace(self, models=tuple(map(change, self.models)))
 
 
-class _EmptySession(Session):
+class _EmptySession(DraftSession):
     def propose(self, rows: Rows, k: int, rule: Rule, noise: Any) -> Draft:
         return empty_draft(rows)
 
@@ -229,7 +229,7 @@ NO_DRAFTER = Drafter("none", lambda *_: _EmptySession(), is_one_hot=True, most_d
 def altered_drafter(inner: Drafter, name: str, alter: Callable[[Rows, int, Draft], Draft]) -> Drafter:
     """A drafter whose drafts are altered: (rows, k, draft) -> draft."""
 
-    def opens(*sizes: Any) -> Session:
+    def opens(*sizes: Any) -> DraftSession:
         session = inner.opens(*sizes)
         propose = session.propose
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.drafters.base import Prefill, Rows, Session, VerifyResult, empty_draft
+from outrider.drafters.base import DraftSession, Prefill, Rows, VerifyResult, empty_draft
 from outrider.drafters.draft_options import DraftOptions
 from outrider.drafters.drawing import DraftStep, Logits, owed
 from outrider.drafters.head_states import keep_states, of_tokens, stored_states
@@ -61,7 +61,7 @@ class _OneByOne(DraftStep):
             ids, positions = drawn[:, None], torch.where(i + 1 < num_drafted, lengths - 1 + i, -1)[:, None]
 
 
-class ChainSession(Session):
+class ChainSession(DraftSession):
     """The head's cache over the slots of an engine.
 
     ``_cached`` counts the entries of each row that hold the target's states; they stay valid. ``_num_late`` is the

@@ -23,7 +23,7 @@ from outrider.runtime.lm import LM
 from outrider.runtime.vocabulary import spread
 from outrider.sampling.history import History
 from outrider.sampling.masks import Masked, Masks, mask
-from outrider.sampling.probs import Settings, only_ids, rows_of, stack_places
+from outrider.sampling.probs import Settings, only_ids, probs_of, stack_places
 from outrider.sampling.rules import Rule
 
 Logits = Generator[Tensor, tuple[Tensor, Tensor], None]
@@ -81,7 +81,7 @@ class DraftStep(ABC):
                 is_cut = is_unsure(logits, self.options.min_prob, allowed)
                 num_drafted = torch.where(is_cut, num_drafted.clamp_max(i), num_drafted)
             here = history.map(lambda values: values[:, None])
-            rows, is_finite = rows_of(logits[:, None], settings, here, allowed, token_ids, lm.vocab_size)
+            rows, is_finite = probs_of(logits[:, None], settings, here, allowed, token_ids, lm.vocab_size)
             q: Any = rows[:, 0]
             ids = only_ids(q) if self.options.is_greedy else self.rule.draw(q, noise.at(i))
             if masks is not None:

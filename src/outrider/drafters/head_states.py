@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.drafters.base import Prefill, Rows, Session, VerifyResult, empty_draft
+from outrider.drafters.base import DraftSession, Prefill, Rows, VerifyResult, empty_draft
 from outrider.drafters.draft_options import DraftOptions
 from outrider.drafters.drawing import DraftStep, Logits
 from outrider.records import Draft
@@ -44,7 +44,7 @@ def of_tokens(head: LM, logits: Tensor) -> Tensor:
     return logits[..., : head.vocab_size] if head.token_ids is None else logits
 
 
-class StatesSession(Session):
+class StatesSession(DraftSession):
     """A head's cache over the slots of an engine, to which the target's states are written as tokens are committed."""
 
     def __init__(self, head: LM, options: DraftOptions, num_slots: int, capacity: int) -> None:

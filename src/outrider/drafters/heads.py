@@ -24,7 +24,7 @@ from collections.abc import Sequence
 
 import torch
 
-from outrider.drafters.base import Drafter, Session
+from outrider.drafters.base import Drafter, DraftSession
 from outrider.drafters.chains import ChainSession
 from outrider.drafters.draft_options import NO_OPTIONS, DraftOptions
 from outrider.drafters.head_states import BlockSession, SharingSession
@@ -44,7 +44,7 @@ def head_drafter(head: LM, options: DraftOptions = NO_OPTIONS) -> Drafter:
     most = module.most_drafted if module.block_size else None
     options.check_taken(head.name, *(("is_greedy", "min_prob") if most is None else ()))
 
-    def opens(models: Sequence[LM], num_slots: int, capacity: int, device: torch.device, max_k: int) -> Session:
+    def opens(models: Sequence[LM], num_slots: int, capacity: int, device: torch.device, max_k: int) -> DraftSession:
         if module.shared_layers:
             return SharingSession(models[0], options, num_slots, capacity)
         if most is not None:

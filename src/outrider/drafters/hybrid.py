@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from outrider.drafters.base import Drafter, Prefill, Rows, Session, VerifyResult, pad
+from outrider.drafters.base import Drafter, DraftSession, Prefill, Rows, VerifyResult, pad
 from outrider.drafters.lookups import SuffixSession, looked_up
 from outrider.records import Draft
 from outrider.runtime.lm import LM
@@ -37,7 +37,7 @@ def hybrid_drafter(
         rival_acceptance: probability with which each token of the suffix's rival is accepted.
     """
 
-    def opens(models: Sequence[LM], *sizes: Any) -> Session:
+    def opens(models: Sequence[LM], *sizes: Any) -> DraftSession:
         first: Any = suffix.opens((), *sizes)
         return HybridSession(first, other.opens(models, *sizes), other, vocab_size, rival_acceptance)
 
@@ -46,11 +46,11 @@ def hybrid_drafter(
     )
 
 
-class HybridSession(Session):
+class HybridSession(DraftSession):
     """The sessions of both drafters. Each reads the tokens of all rows."""
 
     def __init__(
-        self, suffix: SuffixSession, other: Session, drafter: Drafter, vocab_size: int, rival_acceptance: float
+        self, suffix: SuffixSession, other: DraftSession, drafter: Drafter, vocab_size: int, rival_acceptance: float
     ) -> None:
         self._suffix, self._other, self._drafter = suffix, other, drafter
         self._vocab_size, self._rival_acceptance = vocab_size, rival_acceptance

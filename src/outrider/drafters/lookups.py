@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from outrider.drafters.base import Drafter, Rows, Session, empty_draft
+from outrider.drafters.base import Drafter, DraftSession, Rows, empty_draft
 from outrider.drafters.corpus import MAX_MATCH, Corpus
 from outrider.records import Draft
 from outrider.sampling.rules import Rule
@@ -63,7 +63,7 @@ def looked_up(rows: Rows, drafts: Sequence[Sequence[int]]) -> Draft:
     return Draft(ids=ids, probs=None, num_drafted=torch.minimum(num_drafted, rows.num_wanted))
 
 
-class SuffixSession(Session):
+class SuffixSession(DraftSession):
     """An index of each slot's sequence, which reads the committed tokens before it drafts."""
 
     def __init__(self, corpus: Corpus | None, min_prob: float, num_slots: int) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.drafters.base import Drafter, Prefill, Rows, Session, empty_draft
+from outrider.drafters.base import Drafter, DraftSession, Prefill, Rows, empty_draft
 from outrider.drafters.draft_options import NO_OPTIONS, DraftOptions
 from outrider.drafters.drawing import DraftStep, Logits, owed
 from outrider.errors import OptionError, UnsupportedModel
@@ -40,7 +40,7 @@ def model_drafter(lm: LM, options: DraftOptions = NO_OPTIONS, mask_id: int | Non
         lm = lm.with_context(options.window)
     mask = mask_token_of(lm) if mask_id is None else mask_id
 
-    def opens(models: Sequence[LM], num_slots: int, capacity: int, device: torch.device, max_k: int) -> Session:
+    def opens(models: Sequence[LM], num_slots: int, capacity: int, device: torch.device, max_k: int) -> DraftSession:
         (lm,) = models
         session = ModelSession(lm, options, mask, num_slots, capacity, device, 1 if mask is None else max_k)
         return session if capacity <= lm.context_len else WindowSession(session, lm.context_len, num_slots)
@@ -138,7 +138,7 @@ class AtOnce(DraftStep):
             yield logits[:, i]
 
 
-class ModelSession(Session):
+class ModelSession(DraftSession):
     """The draft model's cache over the slots of an engine.
 
     ``_cached`` counts the tokens of each row that were fed. After verification the first ``min(cached, length - 1)``
@@ -275,7 +275,7 @@ def window_start(length: int, context_len: int) -> int:
     return max(0, -(-(length - context_len) // step)) * step
 
 
-class WindowSession(Session):
+class WindowSession(DraftSession):
     """Shows a session the last tokens of sequences that are longer than the draft's context.
 
     The draft's cache holds a window of the sequence, whose first token has position 0. When a sequence outgrows the
@@ -289,7 +289,7 @@ class WindowSession(Session):
         inner: needs no hidden states of the target.
     """
 
-    def __init__(self, inner: Session, context_len: int, num_slots: int) -> None:
+    def __init__(self, inner: DraftSession, context_len: int, num_slots: int) -> None:
         self._inner, self._context_len = inner, context_len
         self._starts = [0] * num_slots  # of the window that a slot's cache holds
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.drafters.base import Drafter, Rows, Session
+from outrider.drafters.base import Drafter, DraftSession, Rows
 from outrider.drafters.draft_options import NO_OPTIONS, DraftOptions
 from outrider.drafters.model import ModelSession
 from outrider.records import Draft
@@ -42,7 +42,7 @@ def translated_drafter(lm: LM, spelling: Spelling, options: DraftOptions = NO_OP
     )
 
 
-class TranslatedSession(Session):
+class TranslatedSession(DraftSession):
     """The session of a draft model over spelled sequences.
 
     A spelled sequence may be longer than the target's, on average by the factor ``_most_per_token``, so that the

@@ -115,7 +115,7 @@ def check_pair(pair: Pair, context: int | None, vocab_gap: int) -> int:
     return most
 
 
-class Engine(NamedTuple):
+class InferenceEngine(NamedTuple):
     """An inference engine.
 
     Attributes:
@@ -195,7 +195,7 @@ def _llama_cpp_files(
 
 
 ENGINES = {
-    "vllm": Engine(
+    "vllm": InferenceEngine(
         name="vLLM",
         version="0.33.0",
         rules={"probabilistic": "ratio by temperature", "greedy": "greedy"},
@@ -214,7 +214,7 @@ ENGINES = {
         },
         heads=("eagle3", "dflash"),
     ),
-    "llama.cpp": Engine(
+    "llama.cpp": InferenceEngine(
         name="llama.cpp",
         version="build 11549",
         rules={"probabilistic": "ratio of ten", "greedy": "greedy"},
@@ -243,7 +243,7 @@ ENGINES = {
 
 
 def write_folder(
-    output: Path, engine: Engine, pair: Pair, k: int, sampling: Sampling, setting: str, context: int
+    output: Path, engine: InferenceEngine, pair: Pair, k: int, sampling: Sampling, setting: str, context: int
 ) -> list[str]:
     """Write all files, and return their names, links included. Checkpoints are linked, or referred to by hub id; for
     llama.cpp a script converts them. Raises FileError.

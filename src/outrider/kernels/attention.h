@@ -1,6 +1,6 @@
 // Attention of few queries, which reads keys and values directly from the cache.
 //
-// A task takes the keys of one group of heads and of up to PLACES places, and up to MOST_QUERIES queries of the heads
+// A task takes the keys of one group of heads and of up to PLACES places, and up to MAX_QUERIES queries of the heads
 // that share them: each key and value is loaded once for these queries. Results of several tasks are combined at the
 // end, each by its weight.
 //
@@ -15,7 +15,7 @@
 namespace {
 
 constexpr int COLUMNS = NUM_REGISTERS / 8;  // vectors of a value row in one loop
-constexpr int64_t MOST_QUERIES = 6;
+constexpr int64_t MAX_QUERIES = 6;
 constexpr int64_t PLACES = 256;
 constexpr int64_t PLACES_AHEAD = 8;  // to prefetch
 
@@ -47,7 +47,7 @@ INLINE void some_scores(const float* queries, int64_t padded, const Number* keys
     add(i + p * LANES, p, [=](auto row, int64_t i) __attribute__((always_inline)) { return load_to(row, i, width); });
   }
   UNROLLED for (int r = 0; r < ROWS; r++) {
-    Four totals = across<NUMBER>(sums[r]);
+    Four totals = horizontal_sums<NUMBER>(sums[r]);
     UNROLLED for (int c = 0; c < NUMBER; c++) scores[r * PLACES + c] = totals[c];
   }
 }
@@ -65,7 +65,7 @@ INLINE void some_values(const float* weights, const Number* values, int64_t stri
       column[c] = num_last == LANES ? load(row + c * LANES) : load_first(row + c * LANES, num_last);
     }
     UNROLLED for (int r = 0; r < ROWS; r++) {
-      Floats weight = all_lanes(weights[r * PLACES + j]);
+      Floats weight = broadcast(weights[r * PLACES + j]);
       UNROLLED for (int c = 0; c < NUMBER; c++) sums[r][c] = multiply_add(weight, column[c], sums[r][c]);
     }
   }
@@ -83,8 +83,8 @@ struct Part {
   int64_t padded, width;
   const Number *keys, *values;  // at the first place of the part
   int64_t stride;               // from a place to the next
-  int64_t begins[MOST_QUERIES], ends[MOST_QUERIES];  // places that a query sees, begin <= place < end
-  float scale, cap;                                  // cap: scores are cap * tanh(score / cap), unless 0
+  int64_t begins[MAX_QUERIES], ends[MAX_QUERIES];  // places that a query sees, begin <= place < end
+  float scale, softcap;                              // scores are softcap * tanh(score / softcap), unless softcap is 0
   float* results;  // of each query: sums of the values by the weights e^(score - largest), `largest`, and their total
 
   template <int ROWS>
@@ -123,7 +123,7 @@ struct Part {
     Sum total;
     for (int64_t i = lowest; i < highest; i += LANES) {
       Floats values = load(row + i) * scale;
-      if (cap != 0.0f) values = cap * tangent(values / cap);
+      if (softcap != 0.0f) values = softcap * tanh(values / softcap);
       if (i < seen || i + LANES > seen_end) {
         UNROLLED for (int l = 0; l < LANES; l++) values[l] = i + l >= seen && i + l < seen_end ? values[l] : HIDDEN;
       }
@@ -141,18 +141,18 @@ struct Part {
       }
     }
     result[width] = most;
-    result[width + 1] = across<1>(&total)[0];
+    result[width + 1] = horizontal_sums<1>(&total)[0];
   }
 };
 
-// Result of a query over all parts, `apart` numbers from one to the next, and a place without a value if there is a sink.
-INLINE void combine(const float* parts, int64_t num_parts, int64_t apart, int64_t width, const float* sink, float* to) {
+// Result of a query over all parts, which are `stride` numbers apart, and over a sink if there is one.
+INLINE void combine(const float* parts, int64_t num_parts, int64_t stride, int64_t width, const float* sink, float* to) {
   float largest = sink == nullptr ? -__builtin_inff() : *sink, total = 0.0f;
-  for (int64_t p = 0; p < num_parts; p++) largest = std::max(largest, parts[p * apart + width]);
+  for (int64_t p = 0; p < num_parts; p++) largest = std::max(largest, parts[p * stride + width]);
   if (sink != nullptr) total = exponential(Floats{} + (*sink - largest))[0];
   std::fill(to, to + width, 0.0f);
   for (int64_t p = 0; p < num_parts; p++) {
-    const float* part = parts + p * apart;
+    const float* part = parts + p * stride;
     // A row with NaN has no largest score; its total is NaN.
     const float weight = part[width] == largest ? 1.0f : exponential(Floats{} + (part[width] - largest))[0];
     total += weight * part[width + 1];

@@ -12,8 +12,8 @@ class Barrier {
   void wait(int64_t num_threads) {
     if (num_threads == 1) return;
     const int before = phase_.load(std::memory_order_acquire);
-    if (num_there_.fetch_add(1, std::memory_order_acq_rel) == num_threads - 1) {
-      num_there_.store(0, std::memory_order_relaxed);
+    if (num_arrived_.fetch_add(1, std::memory_order_acq_rel) == num_threads - 1) {
+      num_arrived_.store(0, std::memory_order_relaxed);
       phase_.store(before + 1, std::memory_order_release);
       phase_.notify_all();
       return;
@@ -29,6 +29,6 @@ class Barrier {
 
  private:
   static constexpr int SPINS = 2000;
-  alignas(64) std::atomic<int64_t> num_there_{0};
+  alignas(64) std::atomic<int64_t> num_arrived_{0};
   alignas(64) std::atomic<int> phase_{0};
 };

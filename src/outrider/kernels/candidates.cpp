@@ -141,7 +141,7 @@ float logit_below(float score, float largest, float temperature) {
   return largest + score * temperature * 1.0001f - 1e-5f * std::fabs(largest);
 }
 
-Row only(int64_t id, int32_t* ids, float* weights) {
+Row one_hot(int64_t id, int32_t* ids, float* weights) {
   ids[0] = id;
   weights[0] = 1.0f;
   return {ids, weights, 1, 1.0};
@@ -168,11 +168,11 @@ Row make_row(const float* x, int64_t count, Options options, int32_t* ids, float
              Scratch& scratch) {
   float largest;
   is_finite = find_maxima(x, count, scratch.maxima, largest);
-  if (!is_finite) return only(0, ids, weights);  // never used
+  if (!is_finite) return one_hot(0, ids, weights);  // never used
   if (options.temperature == 0.0f) {
     auto block = std::find(scratch.maxima.begin(), scratch.maxima.end(), largest);
     const float* from = x + BLOCK * (block - scratch.maxima.begin());
-    return only(std::find(from, x + count, largest) - x, ids, weights);
+    return one_hot(std::find(from, x + count, largest) - x, ids, weights);
   }
   // First a bound below which no token stays, then the filters over the tokens from there on.
   bool has_top_k = options.top_k < count, has_top_p = options.top_p < 1.0f;
@@ -248,7 +248,7 @@ Status outrider_candidates(CandidateBuffers* buffers, const float* logits, int64
 void outrider_one_hot(CandidateBuffers* buffers, const int64_t* token_ids, int64_t num_rows) {
   for (int64_t i = 0; i < num_rows; i++) {
     int64_t start = buffers->num_tokens;
-    buffers->add(only(token_ids[i], buffers->ids + start, buffers->weights + start));
+    buffers->add(one_hot(token_ids[i], buffers->ids + start, buffers->weights + start));
   }
 }
 }

@@ -4,7 +4,7 @@
 #include "float_rows.h"
 
 void float_products(const Rows& x, const Matrix& matrix, Share share, float* y, int64_t stride) {
-  of_panels(matrix, share, [&](auto weights, int64_t begin, int64_t end, auto blocks) {
+  visit_panels(matrix, share, [&](auto weights, int64_t begin, int64_t end, auto blocks) {
     typedef std::remove_const_t<std::remove_pointer_t<decltype(blocks)>> Block;
     share_of_panels(FloatRows<Block>{x.x, x.width}, x.number, weights, begin, end, y, stride);
   });

@@ -10,59 +10,59 @@
 
 namespace {
 
-INLINE Floats chosen(Ints is_first, Floats first, Floats second) {
+INLINE Floats select(Ints is_first, Floats first, Floats second) {
   return (Floats)((is_first & (Ints)first) | (~is_first & (Ints)second));
 }
 
-INLINE Floats size_of(Floats x) { return (Floats)((Ints)x & 0x7fffffff); }
-INLINE Floats with_sign_of(Floats size, Floats x) { return (Floats)(((Ints)x & ~0x7fffffff) | (Ints)size); }
+INLINE Floats abs(Floats x) { return (Floats)((Ints)x & 0x7fffffff); }
+INLINE Floats copysign(Floats size, Floats x) { return (Floats)(((Ints)x & ~0x7fffffff) | (Ints)size); }
 
 // e^x within two units in the last place; 0 below -87; e^88 above 88; NaN for NaN. Polynomial of Cephes' expf.
 INLINE Floats exponential(Floats x) {
   const Floats zero = {}, least = zero - 87.0f, most = zero + 88.0f;
   Ints is_tiny = x < least;
-  x = chosen(x > most, most, chosen(is_tiny, least, x));
-  const Floats round = all_lanes(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
-  Floats shifted = multiply_add(x, all_lanes(1.44269504088896341f), round);
+  x = select(x > most, most, select(is_tiny, least, x));
+  const Floats round = broadcast(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+  Floats shifted = multiply_add(x, broadcast(1.44269504088896341f), round);
   Floats whole = shifted - round;
-  Floats rest = multiply_add(whole, all_lanes(-0.693359375f), x);
-  rest = multiply_add(whole, all_lanes(2.12194440e-4f), rest);
-  Floats sum = all_lanes(1.9875691500e-4f);
+  Floats rest = multiply_add(whole, broadcast(-0.693359375f), x);
+  rest = multiply_add(whole, broadcast(2.12194440e-4f), rest);
+  Floats sum = broadcast(1.9875691500e-4f);
   for (float next : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f}) {
-    sum = multiply_add(sum, rest, all_lanes(next));
+    sum = multiply_add(sum, rest, broadcast(next));
   }
   sum = multiply_add(sum, rest * rest, rest) + 1.0f;
   Ints exponent = ((Ints)shifted - (Ints)round + 127) << 23;
-  return chosen(is_tiny, zero, sum * (Floats)exponent);
+  return select(is_tiny, zero, sum * (Floats)exponent);
 }
 
-INLINE Floats tangent(Floats x) {  // hyperbolic; its error is below 2^-23, also beside 0
-  const Floats twice = exponential(-2.0f * size_of(x));
-  return with_sign_of((1.0f - twice) / (1.0f + twice), x);
+INLINE Floats tanh(Floats x) {  // its error is below 2^-23, also beside 0
+  const Floats twice = exponential(-2.0f * abs(x));
+  return copysign((1.0f - twice) / (1.0f + twice), x);
 }
 
-INLINE Floats logistic(Floats x) {
-  const Floats inverse = exponential(-size_of(x));
-  return chosen(x < 0.0f, inverse, all_lanes(1.0f)) / (1.0f + inverse);
+INLINE Floats sigmoid(Floats x) {
+  const Floats inverse = exponential(-abs(x));
+  return select(x < 0.0f, inverse, broadcast(1.0f)) / (1.0f + inverse);
 }
 
 INLINE Floats silu(Floats x) {
-  const Floats inverse = exponential(-size_of(x));
-  return x * chosen(x < 0.0f, inverse, all_lanes(1.0f)) / (1.0f + inverse);
+  const Floats inverse = exponential(-abs(x));
+  return x * select(x < 0.0f, inverse, broadcast(1.0f)) / (1.0f + inverse);
 }
 
 INLINE Floats gelu_tanh(Floats x) {
   const Floats inner = 0.7978845608028654f * multiply_add(0.044715f * x * x, x, x);
-  return 0.5f * x * (1.0f + tangent(inner));
+  return 0.5f * x * (1.0f + tanh(inner));
 }
 
 // erfc(x) for x >= 0: t Q(t) e^(-x^2) with t = 1 / (1 + x / 2). Q is a fit of ours, within 4.4e-8 of its size to x = 8, from
 // where the exponential is below 1e-27.
-INLINE Floats complementary_error(Floats x) {
-  const Floats t = 1.0f / multiply_add(all_lanes(0.5f), x, all_lanes(1.0f));
-  Floats sum = all_lanes(-0.0588159747f);
+INLINE Floats erfc(Floats x) {
+  const Floats t = 1.0f / multiply_add(broadcast(0.5f), x, broadcast(1.0f));
+  Floats sum = broadcast(-0.0588159747f);
   for (float next : {0.283191592f, -0.483990103f, 0.273952037f, -0.0234484039f, 0.201180026f, 0.243530586f,
-                     0.282309592f, 0.282090604f}) sum = multiply_add(sum, t, all_lanes(next));
+                     0.282309592f, 0.282090604f}) sum = multiply_add(sum, t, broadcast(next));
   return sum * t * exponential(-x * x);
 }
 
@@ -87,15 +87,15 @@ inline double logarithm(double x) {
 // log(1 + e^x)
 inline float softplus(float x) {
   if (!(x <= 20.0f)) return x;
-  const double power = exponential(all_lanes(x))[0];
+  const double power = exponential(broadcast(x))[0];
   return power < 0.4 ? twice_artanh(power / (2.0 + power)) : logarithm(1.0 + power);
 }
 
 // Cosine and sine of an angle of at most 10^7, by their series within an eighth of a turn.
-struct Turn {
+struct CosSin {
   double cosine, sine;
 
-  explicit Turn(double angle) {
+  explicit CosSin(double angle) {
     constexpr double QUARTER = 1.5707963267948966, FIRST = 0x1.921fb54p0, SECOND = 0x1.10b4611a62633p-30;  // their sum
     const int64_t number = static_cast<int64_t>(angle / QUARTER + (angle < 0.0 ? -0.5 : 0.5));
     const double x = (angle - number * FIRST) - number * SECOND, square = -x * x;
@@ -112,16 +112,16 @@ struct Turn {
 
 enum Activation : int64_t { SILU, GELU_TANH, GELU, RELU, RELU_SQUARED };
 
-INLINE Floats activated(int64_t kind, Floats x) {
+INLINE Floats apply_activation(int64_t kind, Floats x) {
   switch (kind) {
     case SILU: return silu(x);
     case GELU_TANH: return gelu_tanh(x);
-    case RELU: return chosen(x < 0.0f, Floats{}, x);
-    case RELU_SQUARED: return chosen(x < 0.0f, Floats{}, x * x);
+    case RELU: return select(x < 0.0f, Floats{}, x);
+    case RELU_SQUARED: return select(x < 0.0f, Floats{}, x * x);
   }
-  const Floats part = complementary_error(size_of(x) * 0.70710678118654752f);  // GELU
-  const Floats half = chosen(part == 0.0f, Floats{}, 0.5f * x * part);          // infinite x have no part
-  return chosen(x < 0.0f, half, x - half);
+  const Floats part = erfc(abs(x) * 0.70710678118654752f);  // GELU
+  const Floats half = select(part == 0.0f, Floats{}, 0.5f * x * part);          // infinite x have no part
+  return select(x < 0.0f, half, x - half);
 }
 
 // Calls `change(i, values)` for all numbers, and stores its results: values[l] is number i + l.
@@ -144,7 +144,7 @@ INLINE float sum_over(int64_t number, Term term) {
       if (i + p * LANES < number) sum.parts[p] = term(i + p * LANES, sum.parts[p]);
     }
   }
-  return across<1>(&sum)[0];
+  return horizontal_sums<1>(&sum)[0];
 }
 
 // Makes probabilities of numbers.

@@ -39,11 +39,11 @@ _MOST_BYTES = 2**24  # on disk
 _NO_MEMORY = 2  # of status.h
 _OTHER_OPENMP = "it needs another OpenMP than PyTorch's: set CXX=g++"
 # By the type: numbers in ggml, as those of blocks (blocks.py).
-FORMS = {torch.float32: 0, torch.float16: 1, torch.int8: 24, torch.bfloat16: 30}
+WEIGHT_TYPES = {torch.float32: 0, torch.float16: 1, torch.int8: 24, torch.bfloat16: 30}
 _FUNCTIONS = {  # what each returns; its arguments: a number (n), numbers of a type (_DTYPES), or another pointer (p)
     "few_row_matmul": ("status", "pnnppnnnpn"),
     "copy_rows": ("bool", "pnn"),
-    "widen_rows": ("bool", "pnnnpnpn"),
+    "dequantize_rows": ("bool", "pnnnpnpn"),
     "separate_rows": ("bool", "pnnnpnpn"),
     "forward": ("status", "ppn"),
     "forward_bytes": ("status", "pnp"),
@@ -63,51 +63,49 @@ def check(is_so: bool, what: str) -> None:
         raise TypeError(f"the native library takes {what}")
 
 
-def few_row_matmul(x: Tensor, weight: Tensor, form: int, num_threads: int, num_digits: int = 0) -> Tensor:
-    """Products of few rows (float32 [T, I]) with a matrix, which is read once: of a type in FORMS [O, I]; or bytes of
-    blocks, interleaved [O, bytes of a row], with the number of their form (blocks.py). Rows are rounded to integers of
-    ``num_digits`` for products with blocks; 0 for float32. Accumulated in float32. [T, O]"""
+def few_row_matmul(x: Tensor, weight: Tensor, weight_type: int, num_threads: int, num_digits: int = 0) -> Tensor:
+    """Products of few rows (float32 [T, I]) with a matrix, which is read once: of a dtype in WEIGHT_TYPES [O, I]; or
+    bytes of blocks, interleaved [O, bytes of a row], with the number of their type (blocks.py). For products with
+    blocks, rows are rounded to integers of ``num_digits``; 0 for float32. Accumulated in float32. [T, O]"""
     y = x.new_empty(x.shape[0], weight.shape[0])
     x, weight = x.contiguous(), weight.contiguous()  # named, so that copies outlive the call
     kernel = library()
     assert kernel is not None
     check(x.dtype == torch.float32 and num_digits in (0, 1, 2), "rows in float32, of at most two digits")
-    check(not (num_digits and weight.dtype in FORMS), "digits for matrices in blocks alone")
-    is_plain = weight.dtype in FORMS
-    check(form == FORMS.get(weight.dtype, form) and (form in FORMS.values()) == is_plain, "the form of the matrix")
-    check(not is_plain or x.shape[1] == weight.shape[1], "rows as wide as the matrix")
+    plain = WEIGHT_TYPES.get(weight.dtype)  # None for blocks
+    check(not num_digits or plain is None, "digits for matrices in blocks alone")
+    check(weight_type not in WEIGHT_TYPES.values() if plain is None else weight_type == plain, "the type of the matrix")
+    check(plain is None or x.shape[1] == weight.shape[1], "rows as wide as the matrix")
     pointer, number = ctypes.c_void_p(weight.data_ptr()), ctypes.c_int64(len(weight))  # of the only matrix
     kernel.outrider_few_row_matmul(
-        x.data_ptr(), *x.shape, byref(pointer), byref(number), 1, form, num_digits, y.data_ptr(), num_threads
+        x.data_ptr(), *x.shape, byref(pointer), byref(number), 1, weight_type, num_digits, y.data_ptr(), num_threads
     )
     return y
 
 
-def widen_rows(matrix: Tensor, rows: Tensor, form: int, width: int, num_threads: int) -> Tensor:
-    """Numbers of some rows (int64 [N]) of a matrix in blocks of a form (blocks.py), which is bytes, interleaved [O,
+def dequantize_rows(matrix: Tensor, rows: Tensor, weight_type: int, width: int, num_threads: int) -> Tensor:
+    """Numbers of some rows (int64 [N]) of a matrix in blocks of a type (blocks.py), which is bytes, interleaved [O,
     bytes of a row], for I numbers of a row. float32 [N, I]. Raises IndexError: a row is not there."""
     kernel, stored, places = library(), matrix.cpu().contiguous(), rows.cpu().contiguous()
     assert kernel is not None
     check(stored.dtype == torch.uint8 and places.dtype == torch.int64, "bytes, and rows in int64")
     wide = torch.empty(len(places), width)
-    if not kernel.outrider_widen_rows(
-        *(stored.data_ptr(), form, len(stored), width), places.data_ptr(), len(places), wide.data_ptr(), num_threads
-    ):
+    chosen = places.data_ptr(), len(places), wide.data_ptr()
+    if not kernel.outrider_dequantize_rows(stored.data_ptr(), weight_type, len(stored), width, *chosen, num_threads):
         raise IndexError(f"the matrix has {len(stored)} rows, and not all of those asked for")
     return wide.to(matrix.device)
 
 
-def separate(matrix: Tensor, rows: Tensor, form: int, width: int, num_threads: int) -> Tensor:
+def separate(matrix: Tensor, rows: Tensor, weight_type: int, width: int, num_threads: int) -> Tensor:
     """Some rows of a matrix in blocks, in the checkpoint's layout. The arguments and errors are those of
-    ``widen_rows``. uint8 [N, bytes of a row]"""
+    ``dequantize_rows``. uint8 [N, bytes of a row]"""
     kernel, places = library(), rows.cpu().contiguous()
     assert kernel is not None
     check(matrix.dtype == torch.uint8 and matrix.device.type == "cpu", "bytes on the CPU")
     check(matrix.is_contiguous() and places.dtype == torch.int64, "contiguous bytes, and rows in int64")
     result = matrix.new_empty(len(places), matrix.shape[1])
-    if not kernel.outrider_separate_rows(
-        *(matrix.data_ptr(), form, len(matrix), width), places.data_ptr(), len(places), result.data_ptr(), num_threads
-    ):
+    chosen = places.data_ptr(), len(places), result.data_ptr()
+    if not kernel.outrider_separate_rows(matrix.data_ptr(), weight_type, len(matrix), width, *chosen, num_threads):
         raise IndexError(f"the matrix has {len(matrix)} rows, and not all of those asked for")
     return result
 

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from outrider.kernels.blocks import BlockForm
-from outrider.kernels.library import FORMS, few_row_matmul, separate, widen_rows
+from outrider.kernels.blocks import BlockType
+from outrider.kernels.library import WEIGHT_TYPES, dequantize_rows, few_row_matmul, separate
 from outrider.kernels.row_copies import RowCopy, copy_rows
 
 _aten = torch.ops.aten
@@ -61,7 +61,7 @@ class NarrowWeight(Tensor):
     # (interleaved.h). Of experts: the rows of all [E * O, ...]:
     stored: Tensor
     scale: Tensor | None  # of each row, if the numbers are integers; in ``dtype``. [O, 1]
-    blocks: BlockForm | None  # their form, if it is stored in blocks
+    blocks: BlockType | None  # their type, if it is stored in blocks
     order: Tensor | None  # column of the matrix that each stored column is, if they are in another order. int32 [I]
     experts: ExpertLayout | None  # their layout; None for one matrix
 
@@ -71,7 +71,7 @@ class NarrowWeight(Tensor):
         stored: Tensor,
         dtype: torch.dtype,
         scale: Tensor | None = None,
-        blocks: BlockForm | None = None,
+        blocks: BlockType | None = None,
         order: Tensor | None = None,
         experts: ExpertLayout | None = None,
     ) -> NarrowWeight:
@@ -90,12 +90,12 @@ class NarrowWeight(Tensor):
         return weight
 
     @classmethod
-    def of_blocks(cls, rows: Tensor, form: BlockForm, order: Tensor | None = None) -> NarrowWeight:
-        """Matrix of float32 in blocks of this form, as checkpoints have them (uint8 [O, bytes of a row])."""
+    def of_blocks(cls, rows: Tensor, block_type: BlockType, order: Tensor | None = None) -> NarrowWeight:
+        """Matrix of float32 in blocks of this type, as checkpoints have them (uint8 [O, bytes of a row])."""
         rows = rows.contiguous()
         stored = torch.empty_like(rows)
-        copy_rows([RowCopy(rows, form.number, stored)], torch.get_num_threads())
-        return cls(stored, torch.float32, None, form, order)
+        copy_rows([RowCopy(rows, block_type.number, stored)], torch.get_num_threads())
+        return cls(stored, torch.float32, None, block_type, order)
 
     @property
     def rounds(self) -> bool:
@@ -122,7 +122,7 @@ class NarrowWeight(Tensor):
             if self.blocks is None:
                 return self.stored.index_select(0, rows).to(self.dtype)
             width = self.blocks.width_of(self.stored.shape[1])
-            wide = widen_rows(self.stored, rows, self.blocks.number, width, torch.get_num_threads())
+            wide = dequantize_rows(self.stored, rows, self.blocks.number, width, torch.get_num_threads())
             wide = wide if self.order is None else wide.index_select(-1, self.order.argsort())
             return wide.to(self.dtype)
 
@@ -130,13 +130,13 @@ class NarrowWeight(Tensor):
         parts = f"stored={self.stored}, scale={self.scale}, blocks={self.blocks}, order={self.order}"
         return f"NarrowWeight({self.dtype}, {parts})"
 
-    def __tensor_flatten__(self) -> tuple[list[str], tuple[torch.dtype, BlockForm | None, ExpertLayout | None]]:
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[torch.dtype, BlockType | None, ExpertLayout | None]]:
         there = {"stored": self.stored, "scale": self.scale, "order": self.order}
         return [name for name, part in there.items() if part is not None], (self.dtype, self.blocks, self.experts)
 
     @classmethod
     def __tensor_unflatten__(
-        cls, inner: dict[str, Tensor], kind: tuple[torch.dtype, BlockForm | None, ExpertLayout | None], *_: Any
+        cls, inner: dict[str, Tensor], kind: tuple[torch.dtype, BlockType | None, ExpertLayout | None], *_: Any
     ) -> NarrowWeight:
         dtype, blocks, experts = kind
         return cls(inner["stored"], dtype, inner.get("scale"), blocks, inner.get("order"), experts)
@@ -178,14 +178,14 @@ class NarrowWeight(Tensor):
 def without_rounding(model: nn.Module) -> Iterator[None]:
     """Multiply rows of float32 with the model's blocks for a while."""
     rounding = [one for one in model.parameters() if isinstance(one, NarrowWeight) and one.rounds]
-    forms = [one.blocks for one in rounding]
+    types = [one.blocks for one in rounding]
     try:
-        for weight, form in zip(rounding, forms, strict=True):
-            weight.blocks = None if form is None else replace(form, num_digits=0)
+        for weight, block_type in zip(rounding, types, strict=True):
+            weight.blocks = None if block_type is None else replace(block_type, num_digits=0)
         yield
     finally:
-        for weight, form in zip(rounding, forms, strict=True):
-            weight.blocks = form
+        for weight, block_type in zip(rounding, types, strict=True):
+            weight.blocks = block_type
 
 
 def _widen(argument: Any) -> Any:
@@ -200,8 +200,8 @@ def _product(input: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor |
     if not isinstance(weight, NarrowWeight) or (x.requires_grad and torch.is_grad_enabled()) or weight.experts:
         return None
     stored, (num_channels, width) = weight.stored, weight.shape
-    form = FORMS.get(stored.dtype) if weight.blocks is None else weight.blocks.number
-    if x.shape[-1] != width or x.dtype != torch.float32 or weight.dtype != torch.float32 or form is None:
+    weight_type = WEIGHT_TYPES.get(stored.dtype) if weight.blocks is None else weight.blocks.number
+    if x.shape[-1] != width or x.dtype != torch.float32 or weight.dtype != torch.float32 or weight_type is None:
         return None
     if x.device.type != "cpu" or stored.device.type != "cpu":
         return None
@@ -212,7 +212,7 @@ def _product(input: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor |
         return None if weight.blocks is None else _by_panels(x, weight, bias)
     rows = (x if weight.order is None else x.index_select(-1, weight.order)).reshape(num_rows, width)
     num_digits = 0 if weight.blocks is None else weight.blocks.num_digits
-    result = few_row_matmul(rows, stored, form, torch.get_num_threads(), num_digits)
+    result = few_row_matmul(rows, stored, weight_type, torch.get_num_threads(), num_digits)
     if weight.scale is not None:
         result = result * weight.scale[:, 0]
     result = result.view(*x.shape[:-1], num_channels)

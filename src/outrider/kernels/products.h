@@ -1,4 +1,4 @@
-// Products of rows with matrices, of any form and in any arithmetic.
+// Products of rows with matrices, of any type and in any arithmetic.
 #pragma once
 
 #include "rounded_rows.h"
@@ -6,7 +6,7 @@
 // Matrix [O, I]. In blocks, its rows are interleaved (interleaved.h).
 struct Matrix {
   const void* data;
-  int64_t form, num_channels, width;
+  int64_t type, num_channels, width;
   const float* scales;  // of the rows, if these are integers; or null
   const float* bias;    // or null
 };
@@ -16,7 +16,7 @@ struct RowCopy {
   const uint8_t* source;
   uint8_t* matrix;
   const int64_t* places;  // of the rows in the matrix; or null: the same
-  int64_t form, num_rows, num_channels, row_bytes;
+  int64_t type, num_rows, num_channels, row_bytes;
 
   int64_t place(int64_t row) const { return places == nullptr ? row : places[row]; }
 };
@@ -47,4 +47,4 @@ void one_digit_products(const Rows& x, const Matrix& matrix, Share share, float*
 void two_digit_products(const Rows& x, const Matrix& matrix, Share share, float* y, int64_t stride);
 
 // Numbers of a row of a matrix in float32.
-void widen_row(const Matrix& matrix, int64_t row, float* to);
+void dequantize_row(const Matrix& matrix, int64_t row, float* to);

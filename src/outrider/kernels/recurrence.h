@@ -23,7 +23,7 @@ namespace {
 
 constexpr int64_t RING = 64;   // WINDOW of runtime/cache_shapes.py
 constexpr int64_t STRIDE = 8;  // a state that is this far behind moves on, as in runtime/cache.py
-constexpr int64_t MOST_TAPS = 8;
+constexpr int64_t MAX_KERNEL_SIZE = 8;
 constexpr int COLS = NUM_REGISTERS == 32 && LANES < 16 ? 4 : 2;  // vectors of a state's columns in one loop
 
 // Tokens of a sequence in a block, with those before them that are replayed.
@@ -38,16 +38,16 @@ struct Span {
 };
 
 // Whether a sequence whose state is at an anchor can go on at a place.
-INLINE bool is_reached(int64_t anchor, int64_t place, int64_t num_taps) {
-  return place == 0 || (anchor <= place && place - anchor + num_taps - 1 <= RING);
+INLINE bool is_reached(int64_t anchor, int64_t place, int64_t kernel_size) {
+  return place == 0 || (anchor <= place && place - anchor + kernel_size - 1 <= RING);
 }
 
 // Where the anchor of a span goes. Inputs that are overwritten must lie before it.
-INLINE int64_t next_anchor(const Span& span, int64_t num_taps, bool has_states, bool is_final, bool is_ahead) {
+INLINE int64_t next_anchor(const Span& span, int64_t kernel_size, bool has_states, bool is_final, bool is_ahead) {
   int64_t next = span.anchor;
   if (has_states && !is_ahead && span.begin - span.anchor >= STRIDE) next = span.begin;
   if (has_states && is_final) next = span.end();
-  return std::max(next, span.end() - (RING - num_taps + 1));
+  return std::max(next, span.end() - (RING - kernel_size + 1));
 }
 
 // Inputs of a sequence by place: those in the ring, then a block's own.
@@ -63,13 +63,13 @@ struct Inputs {
 template <typename Change>
 INLINE void convolve(const Recurrence& r, const Inputs& inputs, int64_t place, int64_t begin, int64_t number, float* to,
                      Change change) {
-  const float* rows[MOST_TAPS];
-  const int64_t skipped = std::max<int64_t>(0, r.num_taps - 1 - place);  // before the sequence
-  for (int64_t j = skipped; j < r.num_taps; j++) rows[j] = inputs.at(place - r.num_taps + 1 + j) + begin;
+  const float* rows[MAX_KERNEL_SIZE];
+  const int64_t skipped = std::max<int64_t>(0, r.kernel_size - 1 - place);  // before the sequence
+  for (int64_t j = skipped; j < r.kernel_size; j++) rows[j] = inputs.at(place - r.kernel_size + 1 + j) + begin;
   each(to, number, [&](int64_t i, Floats) __attribute__((always_inline)) {
     Floats sum = r.conv_bias == nullptr ? Floats{} : load_to(r.conv_bias + begin, i, number);
-    for (int64_t j = skipped; j < r.num_taps; j++) {
-      sum = multiply_add(load_to(rows[j], i, number), load_to(r.taps + j * r.conv_width + begin, i, number), sum);
+    for (int64_t j = skipped; j < r.kernel_size; j++) {
+      sum = multiply_add(load_to(rows[j], i, number), load_to(r.conv_weight + j * r.conv_width + begin, i, number), sum);
     }
     return change(i, sum);
   });
@@ -86,11 +86,11 @@ INLINE void mix(const Recurrence& r, const Inputs& inputs, int64_t place, int64_
       std::copy_n(given, 2 * H, a);
       return;
     }
-    const float* steps = r.kind == Recurrence::DELTA ? given + H : given;
+    const float* dts = r.kind == Recurrence::DELTA ? given + H : given;
     for (int64_t h = 0; h < H; h++) {
-      const float step = std::max(softplus(steps[h] + r.step_bias[h]), static_cast<float>(r.least_step));
-      a[h] = exponential(-step * exponential(all_lanes(r.rates[h])))[0];
-      b[h] = r.kind == Recurrence::DELTA ? logistic(all_lanes(given[h]))[0] : step;
+      const float dt = std::max(softplus(dts[h] + r.dt_bias[h]), static_cast<float>(r.dt_min));
+      a[h] = exponential(-dt * exponential(broadcast(r.a_log[h])))[0];
+      b[h] = r.kind == Recurrence::DELTA ? sigmoid(broadcast(given[h]))[0] : dt;
     }
     return;
   }
@@ -120,7 +120,7 @@ struct Columns {
   INLINE_MEMBER void load_from(const float* state, int64_t stride, int64_t number, const float* key, Floats* sums) const {
     UNROLLED for (int c = 0; c < COLS; c++) sums[c] = Floats{};
     for (int64_t i = 0; i < num_rows; i++) {
-      const Floats k = all_lanes(key[i]);
+      const Floats k = broadcast(key[i]);
       UNROLLED for (int c = 0; c < COLS; c++) {
         const Floats values = state == nullptr ? Floats{} : part(state + i * stride, c, number);
         store(numbers + (i * COLS + c) * LANES, values);
@@ -135,16 +135,16 @@ struct Columns {
   template <bool HAS_OUTPUT, bool HAS_NEXT>
   INLINE_MEMBER void advance(float decay, const float* key, const Floats* added, const float* query, const float* next,
                              Floats* output, Floats* sums) const {
-    const Floats factor = all_lanes(decay);
+    const Floats factor = broadcast(decay);
     Floats found[COLS] = {}, of_next[COLS] = {};
     for (int64_t i = 0; i < num_rows; i++) {
-      const Floats k = all_lanes(key[i]);
+      const Floats k = broadcast(key[i]);
       UNROLLED for (int c = 0; c < COLS; c++) {
         float* at = numbers + (i * COLS + c) * LANES;
         const Floats values = multiply_add(k, added[c], load(at) * factor);
         store(at, values);
-        if constexpr (HAS_OUTPUT) found[c] = multiply_add(values, all_lanes(query[i]), found[c]);
-        if constexpr (HAS_NEXT) of_next[c] = multiply_add(values, all_lanes(next[i]), of_next[c]);
+        if constexpr (HAS_OUTPUT) found[c] = multiply_add(values, broadcast(query[i]), found[c]);
+        if constexpr (HAS_NEXT) of_next[c] = multiply_add(values, broadcast(next[i]), of_next[c]);
       }
     }
     UNROLLED for (int c = 0; c < COLS; c++) {
@@ -180,7 +180,7 @@ INLINE void advance_head(const Recurrence& r, const Span& span, int64_t head, co
       const float a = row[at_a], b = row[at_a + H];
       UNROLLED for (int c = 0; c < COLS; c++) {
         values[c] = Columns::part(row + at_value, c, number);
-        added[c] = (is_delta ? multiply_add(all_lanes(-a), sums[c], values[c]) : values[c]) * b;
+        added[c] = (is_delta ? multiply_add(broadcast(-a), sums[c], values[c]) : values[c]) * b;
       }
       const bool has_output = place >= span.first, has_next = is_delta && place + 1 < span.end();
       const float* next = key + width;
@@ -190,7 +190,7 @@ INLINE void advance_head(const Recurrence& r, const Span& span, int64_t head, co
       else columns.advance<false, false>(a, key, added, query, next, output, sums);
       if (!has_output) continue;
       UNROLLED for (int c = 0; c < COLS && r.skips != nullptr; c++) {
-        output[c] = multiply_add(all_lanes(r.skips[head]), values[c], output[c]);
+        output[c] = multiply_add(broadcast(r.skips[head]), values[c], output[c]);
       }
       memcpy(outputs + (place - span.first) * stride + begin, output, number * sizeof(float));
     }

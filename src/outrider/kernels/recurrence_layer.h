@@ -12,7 +12,7 @@ struct RecurrenceLayer : Worker {
   // From `normed` to y.
   void run() const {
     for (int64_t i = 0, at = 0; i < r.num_inputs; at += r.inputs[i].num_channels, i++) {
-      product(of(b.normed, m.hidden, b.number), r.inputs[i], &b.inputs[at], r.inputs_width());
+      product(rows_of(b.normed, m.hidden, b.number), r.inputs[i], &b.inputs[at], r.inputs_width());
       finish(r.inputs[i].num_channels, at);
     }
     wait();
@@ -29,13 +29,13 @@ struct RecurrenceLayer : Worker {
       wait();
     }
     round(b.attended, r.out.width);
-    product(of(b.attended, r.out.width, b.number), r.out, b.y.get(), m.hidden);
+    product(rows_of(b.attended, r.out.width, b.number), r.out, b.y.get(), m.hidden);
     wait();
   }
 
   // A thread's own channels of an input.
   void finish(int64_t num_channels, int64_t at) const {
-    const Share share = share_of(num_channels, me, n);
+    const Share share = share_of(num_channels, thread, num_threads);
     const int64_t number = share.end - share.begin;
     for (int64_t t = 0; t < b.number; t++) {
       float* x = &b.inputs[t * r.inputs_width() + at + share.begin];
@@ -64,13 +64,13 @@ struct RecurrenceLayer : Worker {
 
   void mix_tokens() const {
     const int64_t units = r.num_units(), number = b.span_of.size() * units;
-    for (int64_t i = me; i < number; i += n) {
+    for (int64_t i = thread; i < number; i += num_threads) {
       const Span& span = b.spans[b.span_of[i / units]];
       mix(r, inputs_of(span), span.anchor + i / units - span.mixed, i % units, mixed(i / units));
     }
   }
   void convolve_tokens() const {
-    const Share share = share_of(r.conv_width, me, n);
+    const Share share = share_of(r.conv_width, thread, num_threads);
     const int64_t number = share.end - share.begin;
     for (const Span& span : b.spans) {
       for (int64_t t = span.token; t < span.token + span.number; t++) {
@@ -87,7 +87,7 @@ struct RecurrenceLayer : Worker {
     for (const Span& span : b.spans) {
       for (int64_t i = std::max<int64_t>(0, span.number - RING); i < span.number; i++) {
         const int64_t t = span.token + i;
-        if (t % n != me) continue;
+        if (t % num_threads != thread) continue;
         float* to = ring_of(span) + (span.first + i) % RING * r.kept_width();
         std::copy_n(&b.inputs[t * r.inputs_width() + r.conv_at()], r.conv_width, to);
         if (r.num_heads == 0) continue;
@@ -99,8 +99,8 @@ struct RecurrenceLayer : Worker {
 
   void advance_heads() const {
     const int64_t H = r.num_heads, V = r.value_width, number = b.spans.size() * H;
-    const Columns columns{own<float>(), r.key_width};
-    for (int64_t i = me; i < number; i += n) {
+    const Columns columns{scratch<float>(), r.key_width};
+    for (int64_t i = thread; i < number; i += num_threads) {
       const Span& span = b.spans[i / H];
       const int64_t head = i % H, state = (span.row * H + head) * r.key_width * V;
       float* outputs = &b.attended[span.token * r.out.width + head * V];
@@ -119,7 +119,7 @@ struct RecurrenceLayer : Worker {
   // Mamba-2: the norm of the groups of a token's output, after its gate.
   void gate_groups() const {
     const int64_t G = r.num_groups, width = r.out.width / G;
-    for (int64_t i = me; i < b.number * G; i += n) {
+    for (int64_t i = thread; i < b.number * G; i += num_threads) {
       float* output = &b.attended[i * width];
       const float* gate = &b.inputs[i / G * r.inputs_width() + r.gate_at() + i % G * width];
       each(output, width, [=](int64_t i, Floats values) { return values * silu(load_to(gate, i, width)); });

@@ -10,15 +10,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from outrider.kernels.library import FORMS, check, library
+from outrider.kernels.library import WEIGHT_TYPES, check, library
 from outrider.kernels.structures import native
 
 
 class RowCopy(NamedTuple):
     """Rows of a matrix as files have them, and the matrix to which they are copied."""
 
-    rows: Tensor  # of a type in FORMS [N, I]; or bytes of blocks, uint8 [N, bytes of a row]
-    form: int  # of FORMS, or of the blocks (blocks.py)
+    rows: Tensor  # of a type in WEIGHT_TYPES [N, I]; or bytes of blocks, uint8 [N, bytes of a row]
+    weight_type: int  # of WEIGHT_TYPES, or of the blocks (blocks.py)
     matrix: Tensor  # [O, I] or [O, bytes of a row]
     places: Tensor | None = None  # row of the matrix for each row, int64 [N]; None for the same
 
@@ -29,11 +29,12 @@ def copy_rows(copies: Sequence[RowCopy], num_threads: int) -> None:
     assert kernel is not None
     structure = native().RowCopy
     given = (structure * len(copies))()
-    for one, (rows, form, matrix, places) in zip(given, copies, strict=True):
+    for one, (rows, weight_type, matrix, places) in zip(given, copies, strict=True):
         for tensor in (rows, matrix):
             check(tensor.device.type == "cpu" and tensor.is_contiguous(), "contiguous tensors on the CPU")
-            is_of_form = FORMS.get(tensor.dtype) == form if form in FORMS.values() else tensor.dtype == torch.uint8
-            check(is_of_form, "tensors of the form")
+            in_blocks = weight_type not in WEIGHT_TYPES.values()
+            is_of_type = tensor.dtype == torch.uint8 if in_blocks else WEIGHT_TYPES.get(tensor.dtype) == weight_type
+            check(is_of_type, "tensors of the type")
         check(rows.ndim == matrix.ndim == 2 and rows.shape[1:] == matrix.shape[1:], "rows as wide as the matrix")
         if places is None:
             check(len(rows) <= len(matrix), "no more rows than the matrix has")
@@ -41,7 +42,7 @@ def copy_rows(copies: Sequence[RowCopy], num_threads: int) -> None:
             check(places.dtype == torch.int64 and places.is_contiguous() and len(places) == len(rows), "all places")
         one.source, one.matrix = rows.data_ptr(), matrix.data_ptr()
         one.places = None if places is None else places.data_ptr()
-        one.form, one.num_rows, one.num_channels = form, len(rows), len(matrix)
+        one.type, one.num_rows, one.num_channels = weight_type, len(rows), len(matrix)
         one.row_bytes = rows.shape[1] * rows.itemsize
     if not kernel.outrider_copy_rows(ctypes.byref(given), len(copies), num_threads):
         raise IndexError("a matrix does not have all rows that are to be copied to it")

@@ -5,4 +5,4 @@
 #include <cstdint>
 #include <exception>
 
-enum Status : int32_t { NOT_THERE, DONE, NO_MEMORY };
+enum Status : int32_t { OUT_OF_RANGE, DONE, NO_MEMORY };

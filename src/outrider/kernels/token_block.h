@@ -10,9 +10,9 @@
 
 namespace {
 
-constexpr int64_t MOST_TOKENS = 128;  // go through all layers at once: what a layer needs of them stays in the cache
+constexpr int64_t MAX_TOKENS = 128;  // go through all layers at once: what a layer needs of them stays in the cache
 
-constexpr int64_t MOST_PARTS = 2048;   // of tasks of attention that go together, unless a task has more
+constexpr int64_t MAX_PARTS = 2048;   // of tasks of attention that go together, unless a task has more
 
 typedef std::unique_ptr<float[]> Buffer;
 
@@ -30,10 +30,10 @@ struct Token {
 // one another; and the parts of their sequence, from `part` on. Their results are kept from place `kept` on. Tasks go
 // together up to the next task whose `kept` is 0.
 struct Task {
-  int64_t group, first, number, part, num_parts, kept;
+  int64_t kv_head, first, number, part, num_parts, kept;
 
   // Head of a query, if `shared` heads share keys.
-  int64_t head(int64_t query, int64_t shared) const { return group * shared + (first + query) % shared; }
+  int64_t head(int64_t query, int64_t shared) const { return kv_head * shared + (first + query) % shared; }
 };
 
 // An expert of a token.
@@ -43,101 +43,102 @@ struct Choice {
 };
 
 // The first place that a token sees, and the one after the last. Both ascend along a sequence.
-struct Seen {
+struct Visible {
   int64_t begin, end;
 };
-Seen seen(const Reach& reach, const Token& token) {
-  const int64_t window = reach.window;
-  int64_t begin = window ? token.place + 1 - window : 0, end = reach.sees_block ? token.last + 1 : token.place + 1;
+Visible visible(const AttentionMask& mask, const Token& token) {
+  const int64_t window = mask.window;
+  int64_t begin = window ? token.place + 1 - window : 0, end = mask.is_bidirectional ? token.last + 1 : token.place + 1;
   if (window) end = std::min(end, token.place + window);
-  if (reach.before_anchor >= 0) begin = std::max(begin, token.first - reach.before_anchor);
+  if (mask.before_anchor >= 0) begin = std::max(begin, token.first - mask.before_anchor);
   return {std::max<int64_t>(0, begin), end};
 }
 
-// Tasks of attention with one reach and numbers of heads.
+// Tasks of attention with one mask and numbers of heads.
 struct Tasks {
-  Reach reach;
-  int64_t num_heads, num_groups;
+  AttentionMask mask;
+  int64_t num_heads, num_kv_heads;
   bool has_parts;
   int64_t num_kept;
   std::vector<Task> list;
 };
 
 // Tokens that go through the layers together, and what they need.
-struct Block {
-  Block(const Model& m, const Batch& batch, const Token* tokens, int64_t number, int64_t num_threads)
-      : m(m), batch(batch), tokens(tokens), number(number), normed_width(m.joint.is_there ? 2 * m.hidden : m.hidden) {
+struct TokenBlock {
+  TokenBlock(const Model& m, const Batch& batch, const Token* tokens, int64_t number, int64_t num_threads)
+      : m(m), batch(batch), tokens(tokens), number(number), normed_width(m.hidden * (m.draft_input.is_there ? 2 : 1)) {
     int64_t widest = normed_width, inputs_width = 0, q_width = 0, ups_width = 0, mixed_width = 0;
-    int64_t num_taps = 0, num_experts = 0, num_chosen = 0, num_rounded = 0, row_width = m.hidden;
-    int64_t num_kept = 0, num_own = m.num_layers * m.sides.width * sizeof(float);
+    int64_t kernel_size = 0, num_experts = 0, num_active = 0, num_rounded = 0, row_width = m.hidden;
+    int64_t num_kept = 0, scratch_size = m.num_layers * m.per_layer.width * sizeof(float);
     bool has_states = false;
-    for (int64_t r = 0; r < m.num_ropes; r++) turns_width = std::max(turns_width, m.ropes[r].width);
+    for (int64_t r = 0; r < m.num_ropes; r++) rope_width = std::max(rope_width, m.ropes[r].width);
     for (int64_t l = 0; l < m.num_layers; l++) {
       const Layer& layer = m.layers[l];
       const Attention& attention = layer.attention;
       const Experts& experts = layer.experts;
-      const int64_t expert_width = experts.down.first.width * experts.num_chosen;
+      const int64_t expert_width = experts.down.first.width * experts.num_active;
       ups_width = std::max({ups_width, layer.mlp.down.width * layer.mlp.num_ups, expert_width * experts.num_ups});
-      ups_width = std::max(ups_width, layer.side.down.width);
-      widest = std::max({widest, layer.side.down.width, layer.mlp.down.width, attention.q_width()});
-      num_experts = std::max(num_experts, experts.number), num_chosen = std::max(num_chosen, experts.num_chosen);
+      ups_width = std::max(ups_width, layer.per_layer_mlp.down.width);
+      widest = std::max({widest, layer.per_layer_mlp.down.width, layer.mlp.down.width, attention.q_width()});
+      num_experts = std::max(num_experts, experts.num_experts), num_active = std::max(num_active, experts.num_active);
       row_width = std::max(row_width, experts.row_width());
-      num_own = std::max(num_own, experts.own_bytes(number));
-      num_rounded = std::max(num_rounded, experts.num_chosen * num_chunks(std::max(experts.down.first.width, row_width)));
+      scratch_size = std::max(scratch_size, experts.scratch_bytes(number));
+      num_rounded = std::max(num_rounded, experts.num_active * num_chunks(std::max(experts.down.first.width, row_width)));
       if (layer.recurrence.kind) {
         const Recurrence& r = layer.recurrence;
         inputs_width = std::max(inputs_width, r.inputs_width()), q_width = std::max(q_width, r.out.width);
         mixed_width = std::max(mixed_width, r.kept_width()), widest = std::max(widest, r.out.width);
-        num_taps = std::max(num_taps, r.num_taps), has_states = has_states || r.num_heads;
-        num_own = std::max<int64_t>(num_own, r.key_width * COLS * sizeof(Floats));
+        kernel_size = std::max(kernel_size, r.kernel_size), has_states = has_states || r.num_heads;
+        scratch_size = std::max<int64_t>(scratch_size, r.key_width * COLS * sizeof(Floats));
       }
       if (attention.num_heads == 0) continue;
       inputs_width = std::max(inputs_width, attention.inputs_width()), q_width = std::max(q_width, attention.q_width());
       if (tasks_of(attention) == nullptr) tasks.push_back(new_tasks(attention));
       num_kept = std::max(num_kept, tasks_of(attention)->num_kept * kept_width(attention));
-      num_own = std::max<int64_t>(num_own, MOST_QUERIES * padded(attention.head_width) * sizeof(float));
+      scratch_size = std::max<int64_t>(scratch_size, MAX_QUERIES * padded(attention.head_dim) * sizeof(float));
     }
-    own_bytes = (num_own + 127) / 128 * 128;  // so that threads share few lines of the processor's cache
+    scratch_bytes = (scratch_size + 127) / 128 * 128;  // so that threads share few lines of the processor's cache
     x = buffer(number * m.hidden), y = buffer(number * m.hidden), normed = buffer(number * normed_width);
     inputs = buffer(number * inputs_width), attended = buffer(number * q_width), ups = buffer(number * ups_width);
-    turns = buffer(number * m.num_ropes * turns_width);
-    kept = buffer(num_kept * MOST_QUERIES);
-    if (num_taps) find_spans(num_taps, has_states);
+    cos_sin = buffer(number * m.num_ropes * rope_width);
+    kept = buffer(num_kept * MAX_QUERIES), output_gates = buffer(number);
+    if (kernel_size) find_spans(kernel_size, has_states);
     mixed = buffer(span_of.size() * mixed_width);
-    sides = buffer(number * m.num_layers * m.sides.width), scores = buffer(number * num_experts), scales = buffer(number);
-    gathered = buffer(number * num_chosen * row_width), found = buffer(number * num_chosen * row_width);
-    choices = make<Choice>(number * num_chosen), own = make<std::byte>(num_threads * own_bytes);
+    per_layer_inputs = buffer(number * m.num_layers * m.per_layer.width), scores = buffer(number * num_experts);
+    gathered = buffer(number * num_active * row_width), found = buffer(number * num_active * row_width);
+    choices = make<Choice>(number * num_active), scratch = make<std::byte>(num_threads * scratch_bytes);
     if (m.num_digits) chunks = make<RoundedChunk>(number * std::max(num_rounded, num_chunks(widest)));
     for (int64_t t = 0; t < number; t++) {
       if (tokens[t].logits != nullptr) wanted.push_back(t);
     }
-    apart = buffer(wanted.empty() || batch.num_rows == 1 ? 0 : wanted.size() * m.head.num_channels);
+    logits = buffer(wanted.empty() || batch.num_rows == 1 ? 0 : wanted.size() * m.lm_head.num_channels);
   }
 
   const Tasks* tasks_of(const Attention& a) const {
     for (const Tasks& one : tasks) {
-      if (one.reach == a.reach && one.num_heads == a.num_heads && one.num_groups == a.num_groups) return &one;
+      if (one.mask == a.mask && one.num_heads == a.num_heads && one.num_kv_heads == a.num_kv_heads) return &one;
     }
     return nullptr;
   }
-  static int64_t kept_width(const Attention& attention) { return attention.head_width + 2; }
+  static int64_t kept_width(const Attention& attention) { return attention.head_dim + 2; }
   static int64_t padded(int64_t width) { return (width + LANES - 1) / LANES * LANES; }
 
   // Cosines and sines of a rope for a token: [width / 2] each.
-  float* turns_of(int64_t t, int64_t rope) const { return &turns[(t * m.num_ropes + rope) * turns_width]; }
+  float* cos_sin_of(int64_t t, int64_t rope) const { return &cos_sin[(t * m.num_ropes + rope) * rope_width]; }
 
   const Model& m;
   const Batch& batch;
   const Token* const tokens;
   const int64_t number, normed_width;
-  int64_t turns_width = 0, own_bytes = 0;
+  int64_t rope_width = 0, scratch_bytes = 0;
   int64_t num_bytes = 0;  // of memory
   std::vector<int64_t> wanted;
   std::vector<Tasks> tasks;
   std::vector<Span> spans;       // with recurrences
   std::vector<int64_t> span_of;  // of each row of `mixed`
-  Buffer x, y, normed, inputs, attended, ups, turns, kept, apart, mixed, sides, scores, scales, gathered, found;
-  std::unique_ptr<std::byte[]> own;  // of each thread
+  Buffer x, y, normed, inputs, attended, ups, cos_sin, kept, logits, mixed, per_layer_inputs, scores, output_gates;
+  Buffer gathered, found;
+  std::unique_ptr<std::byte[]> scratch;  // of each thread
   std::unique_ptr<Choice[]> choices;
   std::unique_ptr<RoundedChunk[]> chunks;
   mutable Barrier barrier;
@@ -150,32 +151,32 @@ struct Block {
   }
   Buffer buffer(int64_t number) { return make<float>(number); }
 
-  void find_spans(int64_t num_taps, bool has_states) {
+  void find_spans(int64_t kernel_size, bool has_states) {
     for (int64_t begin = 0, end = 0; begin < number; begin = end) {
       const Token& token = tokens[begin];
       while (end < number && tokens[end].row == token.row) end++;
       const int64_t anchor = token.place ? batch.anchors[token.row] : 0, mixed = span_of.size();
       Span span{token.row, begin, end - begin, token.place, token.first, anchor, 0, mixed};
-      span.next = next_anchor(span, num_taps, has_states, batch.is_final, batch.is_ahead);
+      span.next = next_anchor(span, kernel_size, has_states, batch.is_final, batch.is_ahead);
       if (has_states) span_of.insert(span_of.end(), span.end() - anchor, spans.size());
       spans.push_back(span);
     }
   }
   Tasks new_tasks(const Attention& attention) const {
-    const Reach& reach = attention.reach;
-    Tasks found{reach, attention.num_heads, attention.num_groups, false, 0, {}};
+    const AttentionMask& mask = attention.mask;
+    Tasks found{mask, attention.num_heads, attention.num_kv_heads, false, 0, {}};
     int64_t kept = 0;
-    const int64_t shared = attention.num_heads / attention.num_groups;  // heads with the same keys
+    const int64_t shared = attention.num_heads / attention.num_kv_heads;  // heads with the same keys
     for (int64_t begin = 0, end = 0; begin < number; begin = end) {
       while (end < number && tokens[end].row == tokens[begin].row) end++;
-      const int64_t all = (end - begin) * shared, num_tiles = (all + MOST_QUERIES - 1) / MOST_QUERIES;
-      for (int64_t g = 0; g < attention.num_groups; g++) {
+      const int64_t all = (end - begin) * shared, num_tiles = (all + MAX_QUERIES - 1) / MAX_QUERIES;
+      for (int64_t g = 0; g < attention.num_kv_heads; g++) {
         for (int64_t tile = 0; tile < num_tiles; tile++) {
           Task task{g, begin * shared + all * tile / num_tiles, all * (tile + 1) / num_tiles - all * tile / num_tiles};
           const int64_t last = task.first + task.number - 1;
-          task.part = seen(reach, tokens[task.first / shared]).begin / PLACES;
-          task.num_parts = (seen(reach, tokens[last / shared]).end - 1) / PLACES + 1 - task.part;
-          task.kept = kept + task.num_parts > MOST_PARTS ? 0 : kept;
+          task.part = visible(mask, tokens[task.first / shared]).begin / PLACES;
+          task.num_parts = (visible(mask, tokens[last / shared]).end - 1) / PLACES + 1 - task.part;
+          task.kept = kept + task.num_parts > MAX_PARTS ? 0 : kept;
           kept = task.kept + task.num_parts;
           found.num_kept = std::max(found.num_kept, kept);
           found.list.push_back(task);

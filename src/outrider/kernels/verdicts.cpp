@@ -10,12 +10,12 @@
 namespace {
 
 // (weight p - q)+ of a row, block by block from the start. Without q: p up to its sum.
-struct Excess {
+struct Residual {
   const Row &p, &q;
   double p_scale, q_scale;
   int64_t cursor = 0;
 
-  Excess(const Row& p, double weight, const Row& q)
+  Residual(const Row& p, double weight, const Row& q)
       : p(p), q(q), p_scale(q.count ? weight / p.sum : 1.0), q_scale(q.count ? 1.0 / q.sum : 0.0) {}
 
   void fill(int64_t begin, int64_t n, double* to) {
@@ -117,7 +117,7 @@ constexpr uint32_t USE_GUMBEL = 2, USE_LEAST = 3;
 
 // The race that the token of the largest weight over its exponential noise wins: the largest log-probability plus
 // Gumbel noise. A block's least exponential comes first, and leaves out tokens that cannot win.
-struct Race {
+struct GumbelRace {
   const Row& row;
   uint64_t seed;
   uint32_t position;
@@ -168,9 +168,9 @@ struct Race {
   }
 };
 
-int64_t drawn(const Row& row, double uniform) {
+int64_t draw(const Row& row, double uniform) {
   Row none = {};
-  return Excess(row, 1.0, none).token_at(uniform, row.sum);
+  return Residual(row, 1.0, none).token_at(uniform, row.sum);
 }
 
 // A round of one sequence under the rules of sampling/rules.py, whose words and formulas these are.
@@ -201,14 +201,14 @@ struct Round {
   void draw_next(double weight, double uniform) {
     next_id = -1;
     if (num_accepted < num_drafted()) {
-      Excess rest(p[num_accepted], weight, q[num_accepted]);
+      Residual rest(p[num_accepted], weight, q[num_accepted]);
       double total = rest.total();
       if (total > 0) next_id = rest.token_at(uniform, total);
     }
-    if (next_id < 0) next_id = drawn(p[num_accepted], uniform);
+    if (next_id < 0) next_id = draw(p[num_accepted], uniform);
   }
 
-  void reject(const double* uniforms) {
+  void verify_rejection(const double* uniforms) {
     auto stands = [&](int64_t i) { return accept(uniforms, i) * probs[2 * i + 1] < probs[2 * i]; };
     while (num_accepted < num_drafted() && stands(num_accepted)) num_accepted++;
     draw_next(1.0, uniforms[0]);
@@ -225,7 +225,7 @@ struct Round {
       int64_t i = num_accepted;
       double pass_prob = w[i];
       if (i < n) {
-        double rest = Excess(p[i], w[i], q[i]).total();
+        double rest = Residual(p[i], w[i], q[i]).total();
         pass_prob = rest / (rest + 1.0 - w[i]);  // nor here
       }
       if (accept(uniforms, i - 1) < pass_prob) break;
@@ -233,9 +233,9 @@ struct Round {
     draw_next(w[num_accepted], uniforms[0]);
   }
 
-  void follow(uint64_t seed, int64_t position) {
+  void verify_gumbel(uint64_t seed, int64_t position) {
     for (;; num_accepted++) {
-      next_id = Race{p[num_accepted], seed, uint32_t(position + num_accepted)}.run();
+      next_id = GumbelRace{p[num_accepted], seed, uint32_t(position + num_accepted)}.run();
       if (num_accepted == num_drafted() || ids[num_accepted] != next_id) return;
     }
   }
@@ -264,9 +264,9 @@ Status outrider_verify(const CandidateBuffers* buffers, int64_t rule, int64_t nu
     Round round(*buffers, p + b * (k + 1), q ? q + b * k : nullptr, ids + b * k, num_drafted[b],
                 drafted_probs + 2 * b * k);
     const double* own = uniforms + b * num_uniforms;
-    if (rule == 0) round.reject(own);
+    if (rule == 0) round.verify_rejection(own);
     if (rule == 1) round.verify_block(own);
-    if (rule == 2) round.follow(seeds[b], positions[b]);
+    if (rule == 2) round.verify_gumbel(seeds[b], positions[b]);
     num_accepted[b] = round.num_accepted;
     next_ids[b] = round.next_id;
   }

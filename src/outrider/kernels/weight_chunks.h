@@ -11,7 +11,7 @@ constexpr int WORDS = GROUP / 4;  // of four integers each
 constexpr uint32_t EACH_BYTE = 0x01010101;
 
 // Numbers of 16 bits, exactly: the lower halves of the lanes.
-INLINE Floats widened_halves(Words words) {
+INLINE Floats halves_to_floats(Words words) {
 #if VECTOR_BYTES == 64
   return (Floats)_mm512_cvtph_ps(_mm512_cvtepi32_epi16((__m512i)words));
 #elif VECTOR_BYTES == 32 && defined(__F16C__)
@@ -19,7 +19,7 @@ INLINE Floats widened_halves(Words words) {
   return (Floats)_mm256_cvtph_ps(_mm256_castsi256_si128(_mm256_permute4x64_epi64(halves, 0x08)));
 #else
   Floats wide;
-  UNROLLED for (int l = 0; l < LANES; l++) wide[l] = widened_half(static_cast<uint16_t>(words[l]));
+  UNROLLED for (int l = 0; l < LANES; l++) wide[l] = half_to_float(static_cast<uint16_t>(words[l]));
   return wide;
 #endif
 }
@@ -42,13 +42,13 @@ struct BlockOfLanes {
   Words byte() const { return load_words(from + NUM_WORDS * VECTOR_BYTES + (EXTRA - 1) * LANES); }
 };
 
-// A chunk of LANES rows of the weights is taken apart in groups: `take(g, wholes, scales, offsets)` is called for each,
+// A chunk of LANES rows of the weights is unpacked in groups: `take(g, integers, scales, offsets)` is called for each,
 // in ascending order, with WORDS vectors of integers, the SCALES scales of its numbers and as many offsets. `number` is
 // that of the blocks, which lie one after the other.
 
-// What four bits in each byte mean, without a sign if ZERO is added to integers with one.
+// Numbers that four bits in each byte mean, without a sign if ZERO is added to integers with one.
 template <typename Block>
-INLINE Words meant(Words places) {
+INLINE Words decode_nibbles(Words places) {
   if constexpr (Block::VALUES == nullptr) {
     return places;
   } else {
@@ -59,7 +59,7 @@ INLINE Words meant(Words places) {
       }
     };
     static constexpr Table table;
-    return looked_up(table.bytes, places);
+    return lookup_bytes(table.bytes, places);
   }
 }
 
@@ -68,8 +68,8 @@ template <int NUMBER, typename Block>
 INLINE void split(BlockOfLanes<Block> block, int64_t first, Words* low, Words* high) {
   UNROLLED for (int j = 0; j < NUMBER; j++) {
     const Words both = block.word(first + j);
-    low[j] = meant<Block>(both & 15 * EACH_BYTE);
-    high[j] = meant<Block>(both >> 4 & 15 * EACH_BYTE);
+    low[j] = decode_nibbles<Block>(both & 15 * EACH_BYTE);
+    high[j] = decode_nibbles<Block>(both >> 4 & 15 * EACH_BYTE);
   }
 }
 
@@ -82,47 +82,47 @@ INLINE Floats half_powers(Words exponents) {
 // Blocks of 32 numbers: a scale (in MXFP4 a power of two, else of 16 bits) and perhaps an offset; perhaps a word with a
 // fifth bit for each number; then bytes with four bits of numbers i and i + 16.
 template <typename Block, typename Take>
-INLINE void take_apart(const Block*, const uint8_t* from, int64_t number, Take take) {
+INLINE void unpack(const Block*, const uint8_t* from, int64_t number, Take take) {
   constexpr int64_t SIZE = sizeof(Block) * LANES;
   constexpr bool HAS_FIFTH = Block::LARGEST == 31;
   for (int g = 0; g < number; g++) {
     const BlockOfLanes<Block> block{from + g * SIZE};
-    Words wholes[WORDS];
-    split<4>(block, Block::HAS_OFFSET + HAS_FIFTH, wholes, wholes + 4);
+    Words integers[WORDS];
+    split<4>(block, Block::HAS_OFFSET + HAS_FIFTH, integers, integers + 4);
     if constexpr (HAS_FIFTH) {
       const Words bits = block.word(Block::HAS_OFFSET);
       // Copies of four bits, seven apart: bit b of copy b lies at 8 b.
-      UNROLLED for (int j = 0; j < WORDS; j++) wholes[j] |= ((bits >> (4 * j) & 15) * 0x204081 & EACH_BYTE) << 4;
+      UNROLLED for (int j = 0; j < WORDS; j++) integers[j] |= ((bits >> (4 * j) & 15) * 0x204081 & EACH_BYTE) << 4;
     }
     Floats scale, offset = {};
     if constexpr (Block::HAS_OFFSET) {
-      scale = widened_halves(block.word(0) & 0xffff);
-      offset = widened_halves(block.word(0) >> 16);
+      scale = halves_to_floats(block.word(0) & 0xffff);
+      offset = halves_to_floats(block.word(0) >> 16);
     } else if constexpr (std::is_same_v<Block, MXFP4>) {
       scale = half_powers(block.byte());
     } else {
       scale = block.half();
     }
-    take(g, wholes, &scale, &offset);
+    take(g, integers, &scale, &offset);
   }
 }
 
 // A scale, then bytes with a sign.
 template <typename Take>
-INLINE void take_apart(const Q8_0*, const uint8_t* from, int64_t number, Take take) {
+INLINE void unpack(const Q8_0*, const uint8_t* from, int64_t number, Take take) {
   constexpr int64_t SIZE = sizeof(Q8_0) * LANES;
   for (int g = 0; g < number; g++) {
     const BlockOfLanes<Q8_0> block{from + g * SIZE};
-    Words wholes[WORDS];
-    UNROLLED for (int j = 0; j < WORDS; j++) wholes[j] = block.word(j) ^ ADDED * EACH_BYTE;
+    Words integers[WORDS];
+    UNROLLED for (int j = 0; j < WORDS; j++) integers[j] = block.word(j) ^ ADDED * EACH_BYTE;
     const Floats scale = block.half(), offset = {};
-    take(g, wholes, &scale, &offset);
+    take(g, integers, &scale, &offset);
   }
 }
 
 // Perhaps a byte, the zero; a scale; then bytes with four bits of numbers i and i + 32 of each 64; or of i and i + 16.
 template <int WIDTH, bool HAS_ZERO, typename Take>
-INLINE void take_apart(const Group<WIDTH, HAS_ZERO>*, const uint8_t* from, int64_t number, Take take) {
+INLINE void unpack(const Group<WIDTH, HAS_ZERO>*, const uint8_t* from, int64_t number, Take take) {
   constexpr int64_t SIZE = sizeof(Group<WIDTH, HAS_ZERO>) * LANES;
   for (int b = 0; b < number; b++) {
     const BlockOfLanes<Group<WIDTH, HAS_ZERO>> block{from + b * SIZE};
@@ -131,10 +131,10 @@ INLINE void take_apart(const Group<WIDTH, HAS_ZERO>*, const uint8_t* from, int64
     if constexpr (HAS_ZERO) offset = -as_floats(block.byte()) * scale;
     constexpr int HALF = WIDTH == GROUP ? WORDS / 2 : WORDS;  // words
     UNROLLED for (int p = 0; p < WIDTH / (8 * HALF); p++) {
-      Words wholes[2 * HALF];
-      split<HALF>(block, HALF * p, wholes, wholes + HALF);
+      Words integers[2 * HALF];
+      split<HALF>(block, HALF * p, integers, integers + HALF);
       UNROLLED for (int h = 0; h < 2 * HALF / WORDS; h++) {
-        take(b * (WIDTH / GROUP) + 2 * p + h, wholes + h * WORDS, &scale, &offset);
+        take(b * (WIDTH / GROUP) + 2 * p + h, integers + h * WORDS, &scale, &offset);
       }
     }
   }
@@ -148,10 +148,10 @@ struct ScalesOfBlock {
 
 // Q4_K and Q5_K: two units, then 12 bytes with eight scales and eight offsets of 6 bits.
 template <typename Block>
-INLINE ScalesOfBlock<8> eight_of(BlockOfLanes<Block> block) {
+INLINE ScalesOfBlock<8> eight_scales(BlockOfLanes<Block> block) {
   constexpr uint32_t SIX = 63 * EACH_BYTE, FOUR = 15 * EACH_BYTE, UPPER = 48 * EACH_BYTE;
   const Words units = block.word(0), words[3] = {block.word(1), block.word(2), block.word(3)};
-  const Floats scale = widened_halves(units & 0xffff), offset = -widened_halves(units >> 16);
+  const Floats scale = halves_to_floats(units & 0xffff), offset = -halves_to_floats(units >> 16);
   const Words scales[2] = {words[0] & SIX, (words[2] & FOUR) | (words[0] >> 2 & UPPER)};
   const Words offsets[2] = {words[1] & SIX, (words[2] >> 4 & FOUR) | (words[1] >> 2 & UPPER)};
   ScalesOfBlock<8> of;
@@ -163,9 +163,9 @@ INLINE ScalesOfBlock<8> eight_of(BlockOfLanes<Block> block) {
 }
 
 // A unit, two upper bits of eight scales, and four lower ones; 32 is 0.
-INLINE ScalesOfBlock<8> eight_of(BlockOfLanes<IQ4_XS> block) {
+INLINE ScalesOfBlock<8> eight_scales(BlockOfLanes<IQ4_XS> block) {
   const Words upper = block.word(0) >> 16, lower = block.word(1);
-  const Floats unit = widened_halves(block.word(0) & 0xffff);
+  const Floats unit = halves_to_floats(block.word(0) & 0xffff);
   ScalesOfBlock<8> of;
   UNROLLED for (int g = 0; g < 8; g++) {
     of.scales[g] = (as_floats((lower >> 4 * g & 15) | (upper >> 2 * g & 3) << 4) - 32.0f) * unit;
@@ -177,18 +177,18 @@ INLINE ScalesOfBlock<8> eight_of(BlockOfLanes<IQ4_XS> block) {
 // 32; then bytes with four bits of numbers i and i + 32 of each 64, in IQ4_XS of i and i + 16 of each 32.
 template <typename Block, typename Take>
   requires(Block::NUMBERS == 256 && Block::SCALES == 1)
-INLINE void take_apart(const Block*, const uint8_t* from, int64_t, Take take) {
+INLINE void unpack(const Block*, const uint8_t* from, int64_t, Take take) {
   constexpr int64_t FIRST = Interleaved<Block>::NUM_WORDS - 4 * WORDS, FIFTH = FIRST - WORDS;
   constexpr int APART = std::is_same_v<Block, IQ4_XS> ? WORDS / 2 : WORDS;
   const BlockOfLanes<Block> block{from};
-  const ScalesOfBlock<8> of = eight_of(block);
+  const ScalesOfBlock<8> of = eight_scales(block);
   for (int p = 0; p < 4; p++) {
-    Words wholes[2 * WORDS];
+    Words integers[2 * WORDS];
     UNROLLED for (int i = 0; i < WORDS; i += APART) {
-      split<APART>(block, FIRST + WORDS * p + i, wholes + 2 * i, wholes + 2 * i + APART);
+      split<APART>(block, FIRST + WORDS * p + i, integers + 2 * i, integers + 2 * i + APART);
     }
     UNROLLED for (int g = 2 * p; g < 2 * p + 2; g++) {
-      Words* these = wholes + (g - 2 * p) * WORDS;
+      Words* these = integers + (g - 2 * p) * WORDS;
       if constexpr (Block::LARGEST == 31) {
         UNROLLED for (int j = 0; j < WORDS; j++) these[j] |= (block.word(FIFTH + j) >> g & EACH_BYTE) << 4;
       }
@@ -199,9 +199,9 @@ INLINE void take_apart(const Block*, const uint8_t* from, int64_t, Take take) {
 
 // Q2_K: 16 bytes with four bits of a scale and four of an offset; 64 with two of numbers i, i + 32, i + 64 and i + 96 of
 // each 128; two units.
-INLINE ScalesOfBlock<16> sixteen_of(BlockOfLanes<Q2_K> block) {
+INLINE ScalesOfBlock<16> sixteen_scales(BlockOfLanes<Q2_K> block) {
   const Words units = block.word(20);
-  const Floats scale = widened_halves(units & 0xffff), offset = -widened_halves(units >> 16);
+  const Floats scale = halves_to_floats(units & 0xffff), offset = -halves_to_floats(units >> 16);
   ScalesOfBlock<16> of;
   UNROLLED for (int i = 0; i < 16; i++) {
     const Words both = block.word(i / 4) >> (i % 4 * 8);
@@ -210,13 +210,13 @@ INLINE ScalesOfBlock<16> sixteen_of(BlockOfLanes<Q2_K> block) {
   }
   return of;
 }
-INLINE Words whole_of(BlockOfLanes<Q2_K> block, int h, int g, int j) {
+INLINE Words integers_of(BlockOfLanes<Q2_K> block, int h, int g, int j) {
   return block.word(4 + WORDS * h + j) >> 2 * g & 3 * EACH_BYTE;
 }
 
 // Q3_K: 32 bytes with the third bit of numbers i, i + 32 and so on; two lower ones as in Q2_K; 12 bytes with 16 scales of
 // 6 bits, 32 is 0; their unit.
-INLINE ScalesOfBlock<16> sixteen_of(BlockOfLanes<Q3_K> block) {
+INLINE ScalesOfBlock<16> sixteen_scales(BlockOfLanes<Q3_K> block) {
   const Words upper = block.word(26);
   const Floats unit = block.half();
   ScalesOfBlock<16> of;
@@ -226,13 +226,13 @@ INLINE ScalesOfBlock<16> sixteen_of(BlockOfLanes<Q3_K> block) {
   }
   return of;
 }
-INLINE Words whole_of(BlockOfLanes<Q3_K> block, int h, int g, int j) {
+INLINE Words integers_of(BlockOfLanes<Q3_K> block, int h, int g, int j) {
   return (block.word(8 + WORDS * h + j) >> 2 * g & 3 * EACH_BYTE) | (block.word(j) >> (4 * h + g) & EACH_BYTE) << 2;
 }
 
 // Q6_K: 128 bytes with four lower bits of numbers i and i + 64 of each 128; 64 with two upper ones of i, i + 32, i + 64
 // and i + 96; 16 scales, bytes with a sign; their unit.
-INLINE ScalesOfBlock<16> sixteen_of(BlockOfLanes<Q6_K> block) {
+INLINE ScalesOfBlock<16> sixteen_scales(BlockOfLanes<Q6_K> block) {
   const Floats unit = block.half();
   ScalesOfBlock<16> of;
   UNROLLED for (int i = 0; i < 16; i++) {
@@ -241,7 +241,7 @@ INLINE ScalesOfBlock<16> sixteen_of(BlockOfLanes<Q6_K> block) {
   }
   return of;
 }
-INLINE Words whole_of(BlockOfLanes<Q6_K> block, int h, int g, int j) {
+INLINE Words integers_of(BlockOfLanes<Q6_K> block, int h, int g, int j) {
   const Words lower = block.word(WORDS * (2 * h + g % 2) + j) >> (g / 2 * 4) & 15 * EACH_BYTE;
   return lower | (block.word(WORDS * (4 + h) + j) >> 2 * g & 3 * EACH_BYTE) << 4;
 }
@@ -249,14 +249,14 @@ INLINE Words whole_of(BlockOfLanes<Q6_K> block, int h, int g, int j) {
 // Blocks of 256 numbers with 16 scales.
 template <typename Block, typename Take>
   requires(Block::SCALES == 2)
-INLINE void take_apart(const Block*, const uint8_t* from, int64_t, Take take) {
+INLINE void unpack(const Block*, const uint8_t* from, int64_t, Take take) {
   const BlockOfLanes<Block> block{from};
-  const ScalesOfBlock<16> of = sixteen_of(block);
+  const ScalesOfBlock<16> of = sixteen_scales(block);
   for (int h = 0; h < 2; h++) {
     UNROLLED for (int g = 0; g < 4; g++) {
-      Words wholes[WORDS];
-      UNROLLED for (int j = 0; j < WORDS; j++) wholes[j] = whole_of(block, h, g, j);
-      take(4 * h + g, wholes, of.scales + 8 * h + 2 * g, of.offsets + 8 * h + 2 * g);
+      Words integers[WORDS];
+      UNROLLED for (int j = 0; j < WORDS; j++) integers[j] = integers_of(block, h, g, j);
+      take(4 * h + g, integers, of.scales + 8 * h + 2 * g, of.offsets + 8 * h + 2 * g);
     }
   }
 }
@@ -275,7 +275,7 @@ INLINE void each_chunk(const Interleaved<Block>& matrix, int64_t panel, Run run)
 
 // Integers of blocks without their ZERO: byte `k` of each lane.
 template <typename Block>
-INLINE Floats whole_floats(Words words, int k) {
+INLINE Floats integers_to_floats(Words words, int k) {
 #if VECTOR_BYTES == 64
   if constexpr (Block::LARGEST <= 15) {
     Floats all;
@@ -287,12 +287,12 @@ INLINE Floats whole_floats(Words words, int k) {
   return byte_of(words, k) - Block::ZERO;
 }
 
-// What byte `k` of each lane of word `j` of a group means: the product and the sum are rounded once.
+// Byte `k` of each lane of word `j` of a group, dequantized: the product and the sum are rounded once.
 template <typename Block>
-INLINE Floats numbers_of(const Words* wholes, int j, int k, const Floats* scales, const Floats* offsets) {
-  const Floats integers = whole_floats<Block>(wholes[j], k);
+INLINE Floats dequantize(const Words* integers, int j, int k, const Floats* scales, const Floats* offsets) {
+  const Floats whole = integers_to_floats<Block>(integers[j], k);
   const int s = j * Block::SCALES / WORDS;
-  return Block::HAS_OFFSET ? multiply_add(integers, scales[s], offsets[s]) : integers * scales[s];
+  return Block::HAS_OFFSET ? multiply_add(whole, scales[s], offsets[s]) : whole * scales[s];
 }
 
 }  // namespace

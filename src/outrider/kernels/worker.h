@@ -17,25 +17,25 @@ void put(BFloat16* to, float number) {
 }
 
 struct Worker {
-  const Block& b;
+  const TokenBlock& b;
   const Model& m;
-  const int64_t me, n;  // of so many threads
+  const int64_t thread, num_threads;
 
-  void wait() const { b.barrier.wait(n); }
+  void wait() const { b.barrier.wait(num_threads); }
 
   // Memory of this thread, until it asks for it again.
   template <typename Item>
-  Item* own() const {
-    return reinterpret_cast<Item*>(&b.own[me * b.own_bytes]);
+  Item* scratch() const {
+    return reinterpret_cast<Item*>(&b.scratch[thread * b.scratch_bytes]);
   }
 
   // The first rows of a buffer as products take them.
-  Rows of(const Buffer& rows, int64_t width, int64_t number) const {
+  Rows rows_of(const Buffer& rows, int64_t width, int64_t number) const {
     return {rows.get(), b.chunks.get(), number, width, m.num_digits};
   }
 
   void product(const Rows& rows, const Matrix& matrix, float* to, int64_t stride) const {
-    const Share share = share_of(matrix.num_channels, me, n);
+    const Share share = share_of(matrix.num_channels, thread, num_threads);
     products(rows, matrix, share, to, stride);
     if (matrix.scales == nullptr && matrix.bias == nullptr) return;
     for (int64_t t = 0; t < rows.number; t++) {
@@ -48,7 +48,7 @@ struct Worker {
   // Rounds rows of which each thread has written some; the threads wait before, by the caller, and after.
   void round(const Buffer& rows, int64_t width) const {
     if (m.num_digits == 0) return;
-    for (int64_t i = me; i < b.number * num_chunks(width); i += n) {
+    for (int64_t i = thread; i < b.number * num_chunks(width); i += num_threads) {
       round_chunk(&rows[i % b.number * width], width, i / b.number, i % b.number, b.number);
     }
     wait();
@@ -70,7 +70,7 @@ struct Worker {
   }
 
   void norm_and_round(const Norm& norm) const {
-    for (int64_t t = me; t < b.number; t += n) norm_and_round(norm, &b.x[t * m.hidden], t, b.number);
+    for (int64_t t = thread; t < b.number; t += num_threads) norm_and_round(norm, &b.x[t * m.hidden], t, b.number);
     wait();
   }
 
@@ -89,18 +89,18 @@ struct Worker {
 
   // Activates a share of rows of `ups`, and multiplies it with factors if there are any.
   void activate(const Gating& gating, int64_t number, int64_t width, const float* factors, int64_t stride) const {
-    const Share share = share_of(width, me, n);
+    const Share share = share_of(width, thread, num_threads);
     const int64_t length = share.end - share.begin;
-    const float slope = gating.slope, limit = gating.limit;
+    const float alpha = gating.alpha, limit = gating.limit;
     for (int64_t t = 0; t < number; t++) {
       const float* factor = factors == nullptr ? nullptr : factors + t * stride + share.begin;
       each(&b.ups[t * width + share.begin], length, [=](int64_t i, Floats values) {
         if (limit != 0.0f) {
-          const Floats gate = values > limit ? all_lanes(limit) : values, up = load_to(factor, i, length);
-          const Floats above = up > limit ? all_lanes(limit) : up, within = above < -limit ? all_lanes(-limit) : above;
-          return gate * logistic(slope * gate) * (within + 1.0f);
+          const Floats gate = values > limit ? broadcast(limit) : values, up = load_to(factor, i, length);
+          const Floats above = up > limit ? broadcast(limit) : up, within = above < -limit ? broadcast(-limit) : above;
+          return gate * sigmoid(alpha * gate) * (within + 1.0f);
         }
-        values = activated(gating.activation, values);
+        values = apply_activation(gating.activation, values);
         return factor == nullptr ? values : values * load_to(factor, i, length);
       });
     }
@@ -109,12 +109,12 @@ struct Worker {
   // Adds what a part of a layer has found to the stream, and multiplies this with a factor.
   void add(const Norm& norm, float factor = 1.0f) const {
     const float scale = m.residual_scale;
-    for (int64_t t = me; t < b.number; t += n) {
+    for (int64_t t = thread; t < b.number; t += num_threads) {
       float *x = &b.x[t * m.hidden], *y = &b.y[t * m.hidden];
       norm.apply(y, m.hidden, y);
       each(x, m.hidden, [=, this](int64_t i, Floats values) __attribute__((always_inline)) {
         const Floats more = load_to(y, i, m.hidden);
-        values = scale == 1.0f ? values + more : multiply_add(more, all_lanes(scale), values);
+        values = scale == 1.0f ? values + more : multiply_add(more, broadcast(scale), values);
         return factor == 1.0f ? values : values * factor;
       });
     }

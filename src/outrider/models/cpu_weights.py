@@ -17,7 +17,7 @@ from outrider.models.families.table import has_plan
 from outrider.models.kinds import INDEX, WHOLE
 from outrider.models.memory import indexed_files, skeleton, types_of, weight_files
 from outrider.models.registry import ModelSpec, Placement
-from outrider.native.plan import ExpertsPlan, MatrixPlan, Plan, SidesPlan, parts
+from outrider.native.plan import ExpertsPlan, MatrixPlan, PerLayerPlan, Plan, parts
 from outrider.runtime.weight_tensors import Room
 
 _LEAST_NUMBERS = 2**18  # of a matrix: for smaller ones the call costs as much as the product
@@ -84,13 +84,13 @@ def large_matrices(plan: Plan, shapes: Mapping[str, Sequence[int]]) -> dict[str,
     """Names of the large matrices of a plan, and the layouts of those of experts. None in a small model."""
     found: dict[str, ExpertLayout | None] = {plan.embedding: None}
     for part in parts(plan):
-        if isinstance(part, SidesPlan):
+        if isinstance(part, PerLayerPlan):
             found[part.embedding] = None
         elif isinstance(part, MatrixPlan) and not part.is_transposed:
             found.setdefault(part.weight, None)
         elif isinstance(part, ExpertsPlan):
             for one in (*part.ups, part.down):
-                found[one.weight] = ExpertLayout(part.number, one.num_parts if one.is_transposed else None)
+                found[one.weight] = ExpertLayout(part.num_experts, one.num_parts if one.is_transposed else None)
     found = {name: layout for name, layout in found.items() if is_large(shapes[name])}
     is_worth = sum(math.prod(shapes[name]) for name in found) >= _LEAST_IN_ALL
     return dict(sorted(found.items())) if is_worth else {}

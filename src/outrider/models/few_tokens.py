@@ -50,11 +50,11 @@ def with_few_tokens(lm: LM, token_ids: Tensor, quantization: str | None = None) 
 def _planned_rows(lm: LM, rows: Tensor) -> NativeForward:
     """Forward of a planned model whose LM head has these rows, under a name of its own."""
     weights: PlannedModel = lm.weights
-    head, name = weights.plan.head, "lm_head.weight"
+    head, name = weights.plan.lm_head, "lm_head.weight"
     changed = {name: _rows_of(weights.tensors[head.weight], rows, lm.name)}
     if head.bias:
         changed[head.bias] = _rows_of(weights.tensors[head.bias], rows, lm.name)
-    plan = replace(weights.plan, head=replace(head, weight=name))
+    plan = replace(weights.plan, lm_head=replace(head, weight=name))
     return NativeForward(weights.with_tensors(plan, changed), plan)
 
 
@@ -66,7 +66,7 @@ def _module_rows(lm: LM, rows: Tensor, rounds: bool) -> Forward:
         _round(changed, names[0])
     if isinstance(lm.backend, NativeForward):
         plan = plan_of(changed.config)
-        return NativeForward(changed, replace(plan, head=replace(plan.head, weight=names[0])), is_part=True)
+        return NativeForward(changed, replace(plan, lm_head=replace(plan.lm_head, weight=names[0])), is_part=True)
     own: Any = copy.copy(lm.backend)
     own.model = own.weights = changed
     forward: Forward = own

@@ -15,7 +15,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from outrider.kernels.library import FORMS
+from outrider.kernels.library import WEIGHT_TYPES
 from outrider.kernels.narrow_weight import NarrowWeight
 from outrider.kernels.row_copies import BackgroundCopies, RowCopy
 from outrider.models.cpu_weights import StoredWeights, files_of, large_matrices, stored_type, without_weights
@@ -37,7 +37,7 @@ Planned = tuple[PlannedModel, BackgroundCopies]
 
 
 def planned_file(spec: ModelSpec, file: GgufFile, num_digits: int, *, needs_blocks: bool) -> Planned:
-    """Begin to load a GGUF file; for ``num_digits`` see ``BlockForm``. If it ``needs_blocks``, a file without blocks is
+    """Begin to load a GGUF file; for ``num_digits`` see ``BlockType``. If it ``needs_blocks``, a file without blocks is
     no planned model. Raises NotPlanned, UnsupportedModel, ModelCorrupt, DeviceError."""
     check_head(spec.name, {"model_type": file.metadata.get("general.architecture")})
     stated = stated_model(file, spec.name)
@@ -76,7 +76,7 @@ def planned_folder(spec: ModelSpec) -> Planned:
         given, layout = places[name].get_tensor(name), large[name]
         rows = (given if layout is None else layout.rows(given)).to(dtype).contiguous()
         matrix = empty(rows.shape, dtype)
-        return NarrowWeight(matrix, torch.float32, experts=layout), [RowCopy(rows, FORMS[dtype], matrix)]
+        return NarrowWeight(matrix, torch.float32, experts=layout), [RowCopy(rows, WEIGHT_TYPES[dtype], matrix)]
 
     sizes = {name: math.prod(shapes[name]) * (dtype.itemsize if name in large else 4) for name in sorted(names)}
     kept = {name: size for name, size in sizes.items() if name in large}

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from outrider.errors import MissingExtra, ModelCorrupt, OptionError, UnsupportedModel
-from outrider.kernels.blocks import GROUP_FORMS, in_groups
+from outrider.kernels.blocks import GROUP_TYPES, in_groups
 from outrider.kernels.narrow_weight import NarrowWeight
 from outrider.models.registry import ARITHMETICS
 
@@ -46,7 +46,7 @@ _EXTRAS = {
 }
 _NF4_BLOCK, _NF4_CODES = 64, 16
 _GROUP = 32  # inputs
-_FORM = replace(GROUP_FORMS[_GROUP, True], num_digits=2)
+_TYPE = replace(GROUP_TYPES[_GROUP, True], num_digits=2)
 # A group's range is divided into 15 steps and this for a scale: the integers reach a bit less or further than to it.
 _STEPS = (-1.2, -0.9, -0.6, -0.3, 0.0, 0.3, 0.6, 0.9, 1.2)
 _NUMBERS = 2**19  # rounded at a time: they stay in the processor's cache
@@ -163,7 +163,7 @@ def linear_bytes(quantization: str, layer: nn.Linear) -> int:
     if quantization == "nf4":
         return number // 2 + 4 * -(-number // _NF4_BLOCK) + 4 * _NF4_CODES
     if quantization == "int4":
-        return number // _GROUP * _FORM.num_bytes
+        return number // _GROUP * _TYPE.num_bytes
     return number + outputs * (5 if quantization == "int8" else 4)  # torchao's int8 stores zero points
 
 
@@ -175,7 +175,7 @@ def round_to_groups(model: Any, *, keeps: bool) -> float:
         weight = layer.weight.detach()
         wide = weight.wide() if isinstance(weight, NarrowWeight) else weight
         parts = rounded_to_groups(wide)
-        new = NarrowWeight.of_blocks(in_groups(*parts), _FORM) if keeps else widened_groups(*parts)
+        new = NarrowWeight.of_blocks(in_groups(*parts), _TYPE) if keeps else widened_groups(*parts)
         layer.weight = nn.Parameter(new, requires_grad=False)
         rounded += wide.numel()
     return rounded / total if total else 0.0

@@ -13,8 +13,8 @@ from outrider.native import plan as plans
 from outrider.native.plan import NotPlanned, Plan, parts
 
 _LEAST = {"Count": 1, "Number": 0}  # by the name of a type; other numbers have none
-_MOST = 2**31  # the product of two is within int64
-_MOST_TAPS = 8  # of a convolution (recurrence.h)
+_MAX = 2**31  # the product of two is within int64
+_MAX_KERNEL_SIZE = 8  # of a convolution (recurrence.h)
 
 
 def check_plan(plan: Plan) -> None:
@@ -26,7 +26,7 @@ def check_plan(plan: Plan) -> None:
             numbers = () if value is None and "None" in kind else _flat(value)
             for number, least in zip(numbers, cycle(map(_LEAST.get, words)), strict=False):
                 is_real = isinstance(number, int | float if least is None else int) and math.isfinite(number)
-                if not is_real or least is not None and not least <= number <= _MOST:
+                if not is_real or least is not None and not least <= number <= _MAX:
                     raise NotPlanned(f"its plan has {one.name} = {number!r:.40}")
         for wrong, is_there in _contradictions(part):
             if is_there:
@@ -40,38 +40,39 @@ def _contradictions(part: Any) -> Iterator[tuple[str, bool]]:
         case plans.MatrixPlan():
             yield f"part {part.part} of {part.num_parts}", part.part >= part.num_parts
         case plans.AttentionPlan():
-            yield f"{part.num_heads} heads in {part.num_groups} groups", part.num_heads % part.num_groups > 0
+            yield f"{part.num_heads} heads on {part.num_kv_heads} KV heads", part.num_heads % part.num_kv_heads > 0
         case plans.RecurrencePlan():
             sizes = part.num_heads, part.num_groups, part.key_width, part.value_width
             yield f"heads of the sizes {sizes}", any(sizes) if part.kind == "convolution" else not all(sizes)
             yield f"{part.num_heads} heads in {part.num_groups} groups", any(sizes) and sizes[0] % sizes[1] > 0
-            yield f"{part.num_taps} taps", part.num_taps > _MOST_TAPS
+            yield f"a convolution of {part.kernel_size} tokens", part.kernel_size > _MAX_KERNEL_SIZE
         case plans.MlpPlan():
             yield f"{len(part.ups)} matrices before an activation", len(part.ups) not in (1, 2)
         case plans.ExpertsPlan():
-            number, num_groups, num_chosen = part.number, part.num_groups, part.num_chosen
+            number, num_groups, num_active = part.num_experts, part.num_groups, part.num_active
             yield f"{number} experts in {num_groups} groups", number % num_groups > 0
             # The two largest scores of a group count.
             yield f"{number} experts in {num_groups} groups, of less than two each", number < 2 * num_groups > 2
-            yield f"{part.num_chosen_groups} of {num_groups} groups of experts", part.num_chosen_groups > num_groups
-            most = number // num_groups * part.num_chosen_groups
-            yield f"{num_chosen} experts of a token, of {most}", num_chosen > most
+            yield f"{part.num_active_groups} of {num_groups} groups of experts", part.num_active_groups > num_groups
+            most = number // num_groups * part.num_active_groups
+            yield f"{num_active} experts of a token, of {most}", num_active > most
             yield f"{len(part.ups)} matrices before an activation", len(part.ups) not in (1, 2)
             yield "a limit of experts that have no gate", part.limit is not None and len(part.ups) < 2
             # The norm would be of the latent width.
             yield "experts of another width, which have a norm", None not in (part.latent, part.post_norm)
         case plans.LayerPlan():
-            yield "a gate of sides of two matrices", part.side is not None and len(part.side.ups) != 1
+            mlp = part.per_layer_mlp
+            yield "a per-layer gate of two matrices", mlp is not None and len(mlp.ups) != 1
         case Plan():
             yield from _of_layers(part)
 
 
 def _of_layers(plan: Plan) -> Iterator[tuple[str, bool]]:
     yield "no layers", not plan.layers
-    yield "embeddings of no positions", plan.place_embedding is not None and plan.num_places == 0
+    yield "embeddings of no positions", plan.position_embedding is not None and plan.num_positions == 0
     owners = set[int]()  # layers with keys and values of their own
     for i, layer in enumerate(plan.layers):
-        yield f"a gate of sides in layer {i}, and no sides", layer.side is not None and plan.sides is None
+        yield f"a per-layer gate in layer {i} alone", layer.per_layer_mlp is not None and plan.per_layer is None
         if isinstance(layer.mixer, plans.AttentionPlan):
             rope, source = layer.mixer.rope, layer.mixer.source
             yield f"no rope {rope} for layer {i}", rope is not None and rope >= len(plan.ropes)

@@ -63,7 +63,7 @@ class NativeForward:
         self._model = model_structure(plan, weights)
         weights.check("layers." if is_part else "")
         self.vocab_size, self.num_embedded = (
-            int(one.num_channels) for one in (self._model.head, self._model.embedding)
+            int(one.num_channels) for one in (self._model.lm_head, self._model.embedding)
         )
         self.width = int(self._model.hidden)
         scratch_bytes = c_int64()
@@ -99,7 +99,7 @@ class NativeForward:
         ids, places = ids.contiguous(), positions.contiguous()
         check(ids.dtype == places.dtype == torch.long and ids.shape == places.shape, "ids and places [B, T], int64")
         check(num_wanted <= num_columns, "no more logits than columns")
-        check((states is None) == (not self._model.joint.is_there), "states for a head, and for nothing else")
+        check((states is None) == (not self._model.draft_input.is_there), "states for a head, and for nothing else")
         if states is not None:
             states = states.contiguous()
             check(

@@ -14,8 +14,8 @@ from outrider.kernels.structures import native
 from outrider.native.bounds import check_plan
 from outrider.native.plan import (
     AttentionPlan,
+    DraftInputPlan,
     ExpertsPlan,
-    JointPlan,
     LayerPlan,
     MatrixPlan,
     Mixer,
@@ -34,25 +34,25 @@ _RECURRENCES = ("", "convolution", "delta", "mamba2")  # model.h
 
 
 def model_structure(plan: Plan, weights: Weights) -> Any:
-    """Structure of a model. Raises NotPlanned: a weight is missing, or has another size or form; or a number of a plan
+    """Structure of a model. Raises NotPlanned: a weight is missing, or has another size or type; or a number of a plan
     is beyond its bounds."""
     check_plan(plan)
-    embedding, head = weights.matrix(MatrixPlan(plan.embedding)), weights.matrix(plan.head)
+    embedding, lm_head = weights.matrix(MatrixPlan(plan.embedding)), weights.matrix(plan.lm_head)
     hidden = embedding.width
-    check_size("head", head.width, hidden)
+    check_size("LM head", lm_head.width, hidden)
     layers, ropes = (native().Layer * len(plan.layers))(), (native().Rope * len(plan.ropes))()
     for rope, stated in zip(ropes, plan.ropes, strict=True):
         frequencies = weights.keep(torch.tensor(stated.frequencies))
         rope.width, rope.is_interleaved = 2 * len(stated.frequencies), stated.is_interleaved
         rope.scale, rope.frequencies = stated.scale, frequencies.data_ptr()
-    sides = _sides(plan, hidden, weights)
-    is_joint = plan.joint is not None and plan.joint.matrix is None  # the first layer reads both norms
+    per_layer = _per_layer(plan, hidden, weights)
+    reads_both = plan.draft_input is not None and plan.draft_input.projection is None  # the norms, in the first layer
     for i, (layer, stated_layer) in enumerate(zip(layers, plan.layers, strict=True)):
-        _fill(layer, stated_layer, hidden, 2 * hidden if is_joint and i == 0 else hidden, weights)
-        if stated_layer.side is not None:
-            check_size(stated_layer.side.down.weight, layer.side.down.width, sides.width)
+        _fill(layer, stated_layer, hidden, 2 * hidden if reads_both and i == 0 else hidden, weights)
+        if stated_layer.per_layer_mlp is not None:
+            check_size(stated_layer.per_layer_mlp.down.weight, layer.per_layer_mlp.down.width, per_layer.width)
         if layer.attention.num_heads and layer.attention.rope >= 0:
-            width = layer.attention.head_width
+            width = layer.attention.head_dim
             check_size("rope", max(ropes[layer.attention.rope].width, width), width)
     _set_stores(layers, plan.layers)
     if len(weights.num_digits) > 1:
@@ -65,16 +65,16 @@ def model_structure(plan: Plan, weights: Weights) -> Any:
         num_ropes=len(ropes),
         num_digits=max(weights.num_digits, default=0),
         embedding=embedding,
-        head=head,
-        last_norm=weights.norm(plan.last_norm, hidden),
-        joint=_joint(plan.joint, hidden, weights),
-        sides=sides,
+        lm_head=lm_head,
+        final_norm=weights.norm(plan.final_norm, hidden),
+        draft_input=_draft_input(plan.draft_input, hidden, weights),
+        per_layer=per_layer,
         ropes=ropes,
         layers=layers,
     )
-    if plan.place_embedding is not None:
-        places = weights.vector(plan.place_embedding, plan.num_places, hidden)
-        model.place_embedding = places.data_ptr()
+    if plan.position_embedding is not None:
+        positions = weights.vector(plan.position_embedding, plan.num_positions, hidden)
+        model.position_embedding = positions.data_ptr()
     return model
 
 
@@ -91,12 +91,12 @@ def _gating(plan: MlpPlan | ExpertsPlan) -> Any:
     return _filled(native().Gating, plan, activation=_ACTIVATIONS.index(plan.activation))
 
 
-def _joint(plan: JointPlan | None, hidden: int, weights: Weights) -> Any:
+def _draft_input(plan: DraftInputPlan | None, hidden: int, weights: Weights) -> Any:
     if plan is None:
-        return native().Joint()
+        return native().DraftInput()
     norms = (weights.norm(norm, hidden) for norm in (plan.embedding_norm, plan.state_norm))
-    matrix = native().Matrix() if plan.matrix is None else _matrix(plan.matrix, 2 * hidden, hidden, weights)
-    return native().Joint(True, *norms, matrix, plan.adds_normed)
+    matrix = native().Matrix() if plan.projection is None else _matrix(plan.projection, 2 * hidden, hidden, weights)
+    return native().DraftInput(True, *norms, matrix, plan.adds_normed)
 
 
 def _matrix(plan: MatrixPlan, width: int, num_channels: int | None, weights: Weights) -> Any:
@@ -107,16 +107,16 @@ def _matrix(plan: MatrixPlan, width: int, num_channels: int | None, weights: Wei
     return found
 
 
-def _sides(plan: Plan, hidden: int, weights: Weights) -> Any:
-    sides = plan.sides
-    if sides is None:
-        return native().Sides()
-    embedding = weights.matrix(MatrixPlan(sides.embedding))
-    projection = _matrix(sides.projection, hidden, embedding.width, weights)
+def _per_layer(plan: Plan, hidden: int, weights: Weights) -> Any:
+    stated = plan.per_layer
+    if stated is None:
+        return native().PerLayerEmbeddings()
+    embedding = weights.matrix(MatrixPlan(stated.embedding))
+    projection = _matrix(stated.projection, hidden, embedding.width, weights)
     width = embedding.width // len(plan.layers)
-    check_size(sides.embedding, embedding.width, width * len(plan.layers))
-    norm = weights.norm(sides.norm, width)
-    return _filled(native().Sides, sides, width=width, embedding=embedding, projection=projection, norm=norm)
+    check_size(stated.embedding, embedding.width, width * len(plan.layers))
+    matrices = {"embedding": embedding, "projection": projection}
+    return _filled(native().PerLayerEmbeddings, stated, width=width, norm=weights.norm(stated.norm, width), **matrices)
 
 
 def _fill(layer: Any, plan: LayerPlan, hidden: int, width: int, weights: Weights) -> None:
@@ -132,23 +132,24 @@ def _fill(layer: Any, plan: LayerPlan, hidden: int, width: int, weights: Weights
         layer.mlp = _mlp(plan.mlp, hidden, weights)
     if plan.experts is not None:
         layer.experts = _experts(plan.experts, hidden, weights)
-    if plan.side is not None:
-        layer.side = _mlp(plan.side, hidden, weights)
+    if plan.per_layer_mlp is not None:
+        layer.per_layer_mlp = _mlp(plan.per_layer_mlp, hidden, weights)
     layer.is_parallel = plan.is_parallel
     layer.scale = 1.0 if plan.scale is None else float(weights.vector(plan.scale, 1)[0])
 
 
 def _attention(plan: AttentionPlan, hidden: int, width: int, weights: Weights) -> Any:
-    q_width, kv_width = plan.num_heads * plan.head_width, plan.num_groups * plan.head_width
+    q_width, kv_width = plan.num_heads * plan.head_dim, plan.num_kv_heads * plan.head_dim
+    before_anchor = -1 if plan.before_anchor is None else plan.before_anchor
     found = _filled(
         native().Attention,
         plan,
         rope=-1 if plan.rope is None else plan.rope,
         is_shared=plan.source is not None,
-        reach=_filled(native().Reach, plan, before_anchor=-1 if plan.before_anchor is None else plan.before_anchor),
-        query_norm=weights.norm(plan.query_norm, q_width if plan.norms_whole_rows else plan.head_width),
-        key_norm=weights.norm(plan.key_norm, kv_width if plan.norms_whole_rows else plan.head_width),
-        value_norm=weights.norm(plan.value_norm, plan.head_width),
+        mask=_filled(native().AttentionMask, plan, before_anchor=before_anchor),
+        query_norm=weights.norm(plan.query_norm, q_width if plan.norms_whole_rows else plan.head_dim),
+        key_norm=weights.norm(plan.key_norm, kv_width if plan.norms_whole_rows else plan.head_dim),
+        value_norm=weights.norm(plan.value_norm, plan.head_dim),
         sinks=None if plan.sinks is None else weights.vector(plan.sinks, plan.num_heads).data_ptr(),
     )
     _link(found, plan, width, hidden, weights)
@@ -161,19 +162,19 @@ def _attention(plan: AttentionPlan, hidden: int, width: int, weights: Weights) -
 
 def _recurrence(plan: RecurrencePlan, hidden: int, weights: Weights) -> Any:
     C, H, out_width = plan.conv_width, plan.num_heads, plan.num_heads * plan.value_width or plan.conv_width
-    taps = weights.vector(plan.taps, C, 1, plan.num_taps)[:, 0].t().contiguous()
-    vectors = {"rates": plan.rates, "step_bias": plan.step_bias, "skips": plan.skips}
+    conv_weight = weights.vector(plan.conv_weight, C, 1, plan.kernel_size)[:, 0].t().contiguous()
+    vectors = {"a_log": plan.a_log, "dt_bias": plan.dt_bias, "skips": plan.skips}
     found = _filled(
         native().Recurrence,
         plan,
         kind=_RECURRENCES.index(plan.kind),
-        taps=weights.keep(taps).data_ptr(),
-        conv_bias=None if plan.taps_bias is None else weights.vector(plan.taps_bias, C).data_ptr(),
+        conv_weight=weights.keep(conv_weight).data_ptr(),
+        conv_bias=None if plan.conv_bias is None else weights.vector(plan.conv_bias, C).data_ptr(),
         **{name: weights.vector(one, H).data_ptr() for name, one in vectors.items() if one},
         out_norm=weights.norm(plan.out_norm, out_width if plan.kind == "mamba2" else plan.value_width),
     )
     if H:
-        check_size(plan.taps, C, 2 * plan.num_groups * plan.key_width + out_width)
+        check_size(plan.conv_weight, C, 2 * plan.num_groups * plan.key_width + out_width)
     _link(found, plan, hidden, hidden, weights)
     sizes = {"convolution": (C, C, C), "delta": (C, H, H, out_width), "mamba2": (out_width + C + H,)}[plan.kind]
     for stated, matrix, size in zip(plan.inputs, found.inputs, sizes, strict=False):
@@ -196,22 +197,22 @@ def _mlp(plan: MlpPlan, hidden: int, weights: Weights) -> Any:
     for i, one in enumerate(plan.ups):
         found.ups[i] = _matrix(one, hidden, down.width, weights)
     check_size(plan.down.weight, down.num_channels, hidden)
-    if plan.scale is not None:
-        found.scale = _matrix(plan.scale, hidden, 1, weights)
+    if plan.output_gate is not None:
+        found.output_gate = _matrix(plan.output_gate, hidden, 1, weights)
     return found
 
 
 def _experts(plan: ExpertsPlan, hidden: int, weights: Weights) -> Any:
-    vectors = {"correction": plan.correction, "scales": plan.scales}
+    vectors = {"correction_bias": plan.correction_bias, "scales": plan.scales}
     found = _filled(
         native().Experts,
         plan,
-        router=_matrix(plan.router, hidden, plan.number, weights),
+        router=_matrix(plan.router, hidden, plan.num_experts, weights),
         num_ups=len(plan.ups),
         gating=_gating(plan),
-        down=weights.matrices(plan.down, plan.number),
+        down=weights.matrices(plan.down, plan.num_experts),
         **{name: weights.norm(getattr(plan, name), hidden) for name in ("router_norm", "norm", "post_norm")},
-        **{name: weights.vector(one, plan.number).data_ptr() for name, one in vectors.items() if one},
+        **{name: weights.vector(one, plan.num_experts).data_ptr() for name, one in vectors.items() if one},
     )
     down, width = found.down.first, hidden
     if plan.latent is not None:
@@ -219,7 +220,7 @@ def _experts(plan: ExpertsPlan, hidden: int, weights: Weights) -> Any:
         width = found.latent_in.num_channels
         found.latent_out = _matrix(plan.latent[1], width, hidden, weights)
     for i, one in enumerate(plan.ups):
-        found.ups[i] = weights.matrices(one, plan.number)
+        found.ups[i] = weights.matrices(one, plan.num_experts)
         check_size(one.weight, found.ups[i].first.width, width)
         check_size(one.weight, found.ups[i].first.num_channels, down.width)
     check_size(plan.down.weight, down.num_channels, width)
@@ -235,10 +236,10 @@ def cache_shapes(plan: Plan) -> tuple[LayerShape, ...]:
 
 def _shape(layer: LayerPlan) -> LayerShape:
     mixer, states = layer.mixer, () if layer.recurrence is None else _states(layer.recurrence)
-    num_groups, width = 0, 0
+    num_heads, width = 0, 0
     if isinstance(mixer, AttentionPlan) and mixer.source is None:
-        num_groups, width = mixer.num_groups, mixer.head_width
-    return LayerShape(num_groups, width, width, torch.float32, torch.device("cpu"), states)
+        num_heads, width = mixer.num_kv_heads, mixer.head_dim
+    return LayerShape(num_heads, width, width, torch.float32, torch.device("cpu"), states)
 
 
 def _set_stores(layers: Any, plans: Sequence[LayerPlan]) -> None:
@@ -256,12 +257,12 @@ def _set_stores(layers: Any, plans: Sequence[LayerPlan]) -> None:
         else:
             source, attention = layers[plan.mixer.source].attention, layer.attention
             check_size(
-                "shared keys", attention.num_groups * attention.head_width, source.num_groups * source.head_width
+                "shared keys", attention.num_kv_heads * attention.head_dim, source.num_kv_heads * source.head_dim
             )
             attention.store = source.store
 
 
 def _states(mixer: RecurrencePlan) -> tuple[StateShape, ...]:
-    ring = StateShape("window", 0, (WINDOW, mixer.kept_width), torch.float32, mixer.num_taps - 1)
+    ring = StateShape("window", 0, (WINDOW, mixer.kept_width), torch.float32, mixer.kernel_size - 1)
     size = mixer.num_heads, mixer.key_width, mixer.value_width
     return (ring, StateShape("replayed", 0, size, torch.float32)) if mixer.num_heads else (ring,)

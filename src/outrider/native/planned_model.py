@@ -32,7 +32,7 @@ class PlannedModel:
 
     def state_dict(self, *, keep_vars: bool = True) -> dict[str, Tensor]:
         """Weights by name; that of a tied LM head under its own name, too."""
-        is_tied = self.plan.head.weight == self.plan.embedding
+        is_tied = self.plan.lm_head.weight == self.plan.embedding
         return self.tensors | ({"lm_head.weight": self.tensors[self.plan.embedding]} if is_tied else {})
 
     def with_tensors(self, plan: Plan, changed: Mapping[str, Tensor]) -> PlannedModel:

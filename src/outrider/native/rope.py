@@ -19,20 +19,20 @@ from torch import Tensor
 from outrider.native.plan import NotPlanned, RopePlan
 
 
-def rope_plan(stated: Mapping[str, Any], head_width: int, context_len: int, *, is_interleaved: bool) -> RopePlan:
+def rope_plan(stated: Mapping[str, Any], head_dim: int, context_len: int, *, is_interleaved: bool) -> RopePlan:
     """Rope of ``rope_parameters`` as a config.json states them. Raises NotPlanned, KeyError.
 
     Args:
-        head_width: numbers of a head; ``partial_rotary_factor`` is the share of them that is rotated.
+        head_dim: numbers of a head; ``partial_rotary_factor`` is the share of them that is rotated.
         context_len: tokens for which the model is made.
     """
     kind, base = stated["rope_type"], stated["rope_theta"]
     share = stated.get("partial_rotary_factor") or 1.0
-    width, scale = int(head_width * share), 1.0
+    width, scale = int(head_dim * share), 1.0
     if kind == "proportional":
-        num_rotated = int(share * head_width // 2)
-        rotated = 1.0 / _powers(base, 2 * num_rotated, head_width)
-        frequencies = torch.cat((rotated, torch.zeros(head_width // 2 - num_rotated))) / stated.get("factor", 1.0)
+        num_rotated = int(share * head_dim // 2)
+        rotated = 1.0 / _powers(base, 2 * num_rotated, head_dim)
+        frequencies = torch.cat((rotated, torch.zeros(head_dim // 2 - num_rotated))) / stated.get("factor", 1.0)
         return RopePlan(tuple(frequencies.tolist()), scale, is_interleaved)
     powers = _powers(base, width, width)
     match kind:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.kernels.library import FORMS
+from outrider.kernels.library import WEIGHT_TYPES
 from outrider.kernels.narrow_weight import ExpertLayout, NarrowWeight
 from outrider.kernels.structures import native
 from outrider.native.plan import MatrixPlan, NormPlan, NotPlanned
@@ -34,15 +34,15 @@ class Weights:
         """Matrices of so many experts, or one of a layer."""
         weight = self._named(plan.weight)
         stored: Tensor = weight
-        form, scales = FORMS.get(stored.dtype), None
+        weight_type, scales = WEIGHT_TYPES.get(stored.dtype), None
         if isinstance(weight, NarrowWeight):
-            stored, form = weight.stored, FORMS.get(weight.stored.dtype)
+            stored, weight_type = weight.stored, WEIGHT_TYPES.get(weight.stored.dtype)
             scales = None if weight.scale is None else self.keep(weight.scale[:, 0].contiguous())
             layout = ExpertLayout(number, plan.num_parts if plan.is_transposed else None) if number > 1 else None
             if weight.order is not None or weight.experts != layout or plan.is_transposed and layout is None:
                 raise NotPlanned(f"{plan.weight} has rows or columns in another order")
             if weight.blocks is not None:
-                form = weight.blocks.number
+                weight_type = weight.blocks.number
                 self.num_digits.add(weight.blocks.num_digits)
         elif type(weight) not in (Tensor, torch.nn.Parameter):  # others' types state one type and store another
             raise NotPlanned(f"{plan.weight} is stored as {type(weight).__name__}")
@@ -52,27 +52,28 @@ class Weights:
         elif plan.is_transposed:
             stored = stored.detach().t().contiguous()
             weight.data = stored.t()  # of the same memory
-        if form is None or stored.device.type != "cpu" or not stored.is_contiguous():
+        if weight_type is None or stored.device.type != "cpu" or not stored.is_contiguous():
             raise NotPlanned(f"{plan.weight} is stored as {stored.dtype} on {stored.device}")
         stored = self.keep(stored.detach().flatten(0, -2))
         if stored.numel() == 0 or len(stored) % (number * plan.num_parts):
             raise NotPlanned(f"{plan.weight} has {len(stored)} rows for {number} matrices of {plan.num_parts} parts")
-        rows_apart, row_bytes = len(stored) // number, stored.stride(0) * stored.itemsize
-        num_channels = rows_apart // plan.num_parts
+        rows_per_expert, row_bytes = len(stored) // number, stored.stride(0) * stored.itemsize
+        num_channels = rows_per_expert // plan.num_parts
         first = plan.part * num_channels
         if stored.dtype == torch.uint8 and plan.num_parts * number > 1 and num_channels % _WHOLE_VECTOR:
             raise NotPlanned(f"{plan.weight} has parts of {num_channels} rows, no multiple of {_WHOLE_VECTOR}")
-        if plan.factors:
-            counts, values = zip(*plan.factors, strict=True)
+        if plan.output_scales:
+            counts, values = zip(*plan.output_scales, strict=True)
             if sum(counts[:-1]) > len(stored):
-                raise NotPlanned(f"{plan.weight} has {len(stored)} rows for {sum(counts[:-1])} factors")
+                raise NotPlanned(f"{plan.weight} has {len(stored)} rows for {sum(counts[:-1])} output scales")
             repeats = torch.tensor((*counts[:-1], len(stored) - sum(counts[:-1])))
-            factors = torch.tensor(values, dtype=torch.float32).repeat_interleave(repeats)
-            scales = self.keep(factors if scales is None else factors * scales)
+            by_row = torch.tensor(values, dtype=torch.float32).repeat_interleave(repeats)
+            scales = self.keep(by_row if scales is None else by_row * scales)
         scales_at = None if scales is None else scales.data_ptr() + first * scales.itemsize
-        bias = None if plan.bias is None else self._bias(plan, number, rows_apart).data_ptr() + first * 4
-        matrix = native().Matrix(stored.data_ptr() + first * row_bytes, form, num_channels, width, scales_at, bias)
-        return native().ExpertMatrices(matrix, rows_apart, rows_apart * row_bytes)
+        bias = None if plan.bias is None else self._bias(plan, number, rows_per_expert).data_ptr() + first * 4
+        data = stored.data_ptr() + first * row_bytes
+        matrix = native().Matrix(data, weight_type, num_channels, width, scales_at, bias)
+        return native().ExpertMatrices(matrix, rows_per_expert, rows_per_expert * row_bytes)
 
     def _bias(self, plan: MatrixPlan, number: int, length: int) -> Tensor:
         assert plan.bias is not None
@@ -99,8 +100,8 @@ class Weights:
         if plan is None:
             return native().Norm(0, 0.0, None, None)
         weight = self.keep(torch.ones(length)) if plan.weight is None else self.vector(plan.weight, length)
-        if plan.added or plan.factor != 1:
-            weight = self.keep((weight + plan.added) * plan.factor)
+        if plan.weight_offset or plan.factor != 1:
+            weight = self.keep((weight + plan.weight_offset) * plan.factor)
         bias = None if plan.bias is None else self.vector(plan.bias, length).data_ptr()
         return native().Norm(_NORMS[plan.kind], plan.epsilon, weight.data_ptr(), bias)
 

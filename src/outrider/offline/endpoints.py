@@ -40,7 +40,7 @@ _TOKEN_ID = "token_id:"
 
 
 @dataclass(frozen=True, slots=True)
-class Engine:
+class ServerApi:
     """The API of a kind of server.
 
     Attributes:
@@ -67,12 +67,12 @@ _ALL = _same(*_FILTERS, "repetition_penalty", "presence_penalty", "frequency_pen
 _NO_PENALTY = {"repeat_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 _IN_ORDER = {"samplers": ["penalties", "temperature", "top_k", "top_p", "min_p"]}
 ENGINES = {
-    "outrider": Engine(_ALL, {"return_tokens_as_token_ids": True}, has_logprobs=True),
-    "vllm": Engine(_ALL, {"return_token_ids": True}),
-    "llama.cpp": Engine(_same(*_FILTERS), _NO_PENALTY | _IN_ORDER | {"return_tokens": True, "verbose": True}),
-    "llama-cpp-python": Engine(_same(*_FILTERS), _NO_PENALTY, counts_end=False),
-    "transformers": Engine(_same(*_FILTERS, "repetition_penalty"), nested="generation_config"),
-    "openai": Engine(_same("temperature", "top_p", "presence_penalty", "frequency_penalty"), has_logprobs=True),
+    "outrider": ServerApi(_ALL, {"return_tokens_as_token_ids": True}, has_logprobs=True),
+    "vllm": ServerApi(_ALL, {"return_token_ids": True}),
+    "llama.cpp": ServerApi(_same(*_FILTERS), _NO_PENALTY | _IN_ORDER | {"return_tokens": True, "verbose": True}),
+    "llama-cpp-python": ServerApi(_same(*_FILTERS), _NO_PENALTY, counts_end=False),
+    "transformers": ServerApi(_same(*_FILTERS, "repetition_penalty"), nested="generation_config"),
+    "openai": ServerApi(_same("temperature", "top_p", "presence_penalty", "frequency_penalty"), has_logprobs=True),
 }
 _OWNERS = {"outrider": "outrider", "vllm": "vllm", "llamacpp": "llama.cpp", "me": "llama-cpp-python"}
 
@@ -220,7 +220,7 @@ def samples(
                     yield running.pop(one), one.result()
 
 
-def _options(engine: Engine, name: str, sampling: Sampling) -> dict[str, Any]:
+def _options(engine: ServerApi, name: str, sampling: Sampling) -> dict[str, Any]:
     """Fields of the sampling options. Raises OptionError: the server's API lacks one that is given."""
     neutral, given = asdict(Sampling()), asdict(sampling)
     for option in ("logit_bias", *_ALL):

@@ -59,7 +59,7 @@ def row_options(options: Mapping[str, Any], index: int, num_rows: int, n: int = 
     return row
 
 
-def rows_of(
+def all_row_options(
     sampling: Sampling | Sequence[Sampling] | None,
     changes: Mapping[str, Any],
     num_rows: int,

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from outrider.errors import DeviceError
-from outrider.runtime.cache_shapes import WINDOW, LayerShape, Plan, windows_at
+from outrider.runtime.cache_shapes import WINDOW, Feed, LayerShape, windows_at
 from outrider.system.ranks import any_process, in_all_processes
 from outrider.system.resources import available_bytes, memory_errors, size_text
 
@@ -95,7 +95,7 @@ class SlotCache:
         self._most_behind = most_behind
         self.bound = STRIDE - 1
         self.twin_key: int | None = None
-        self._plan = Plan(capacity, torch.empty(0, dtype=torch.long), torch.empty(0, dtype=torch.bool))
+        self._plan = Feed(capacity, torch.empty(0, dtype=torch.long), torch.empty(0, dtype=torch.bool))
         states = [state for shape in self.shapes for state in shape.states]
         self._has_offsets = any(shape.has_offset for shape in self.shapes)
         self.num_token_stores = len(self.storage) - (len(states) + 1 if states else int(self._has_offsets))

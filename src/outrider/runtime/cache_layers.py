@@ -24,7 +24,7 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
-from outrider.runtime.cache_shapes import WINDOW, LayerShape, Plan, StateShape
+from outrider.runtime.cache_shapes import WINDOW, Feed, LayerShape, StateShape
 from outrider.runtime.modules import cache_argument, cache_of
 
 
@@ -86,7 +86,7 @@ class SlotLayer(CacheLayerMixin):
 
     is_sliding = False
 
-    def __init__(self, plan: Plan, keys: Tensor, values: Tensor) -> None:
+    def __init__(self, plan: Feed, keys: Tensor, values: Tensor) -> None:
         super().__init__()
         self._plan = plan
         self.keys, self.values = keys, values
@@ -161,7 +161,7 @@ class WindowLayer(LinearAttentionLayer):
     """Convolution inputs, [B, R+2, C] each, position j at place j mod R. Place R takes the writes of padding; place
     R+1 holds the zeros before a sequence."""
 
-    def __init__(self, states: Sequence[tuple[StateShape, Tensor]], plan: Plan) -> None:
+    def __init__(self, states: Sequence[tuple[StateShape, Tensor]], plan: Feed) -> None:
         super().__init__(number_of_states=len(states))
         self._plan = plan
         self._states = {shape.index: (shape, store) for shape, store in states}
@@ -189,7 +189,7 @@ class WindowLayer(LinearAttentionLayer):
 class StateSlotLayer(StateLayer, SlotLayer):
     """States, keys and values."""
 
-    def __init__(self, states: Sequence[tuple[StateShape, Tensor]], plan: Plan, keys: Tensor, values: Tensor) -> None:
+    def __init__(self, states: Sequence[tuple[StateShape, Tensor]], plan: Feed, keys: Tensor, values: Tensor) -> None:
         SlotLayer.__init__(self, plan, keys, values)
         StateLayer.__init__(self, states)
 
@@ -214,7 +214,7 @@ class ModelCache(Cache):
     """Cache as models of Transformers take it."""
 
     def __init__(
-        self, shapes: Sequence[LayerShape], plan: Plan, token_stores: Iterator[Tensor], row_stores: Iterator[Tensor]
+        self, shapes: Sequence[LayerShape], plan: Feed, token_stores: Iterator[Tensor], row_stores: Iterator[Tensor]
     ) -> None:
         """Layers are built over their storage, which is consumed in order."""
         self._plan = plan
@@ -229,7 +229,7 @@ class ModelCache(Cache):
         return self._plan.view_len, 0
 
 
-def _layer(shape: LayerShape, plan: Plan, token_stores: Iterator[Tensor], row_stores: Iterator[Tensor]) -> Any:
+def _layer(shape: LayerShape, plan: Feed, token_stores: Iterator[Tensor], row_stores: Iterator[Tensor]) -> Any:
     pair = [next(token_stores) for _ in range(2)] if shape.num_heads else []
     states = [(state, next(row_stores)) for state in shape.states]
     if states and states[0][0].kind == "window":

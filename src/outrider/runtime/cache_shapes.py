@@ -62,7 +62,7 @@ class LayerShape:
 
 
 @dataclass(slots=True)
-class Plan:
+class Feed:
     """The next forward, shared by all layers. (A layer that pointed back to its cache would make a reference cycle.)"""
 
     capacity: int  # L

@@ -7,7 +7,7 @@ the largest logit (the lowest id on ties), so that greedy decoding is sampling f
 
 Every function works row by row: the result for a row does not depend on the other rows.
 
-Rows of probabilities are tensors [..., V], or candidates (candidates.py): ``rows_of`` makes whichever is fast here,
+Rows of probabilities are tensors [..., V], or candidates (candidates.py): ``probs_of`` makes whichever is fast here,
 and the functions below take either. ``to_probs`` is the definition.
 
 This module does not know models, drafts or acceptance.
@@ -254,7 +254,7 @@ def _to_probs(x: Tensor, settings: Settings) -> Tensor:
     return probs
 
 
-def rows_of(
+def probs_of(
     logits: Tensor,
     settings: Settings,
     history: History = NO_HISTORY,

@@ -61,7 +61,7 @@ class Body(Strict):
     _aliases: Mapping[str, str] = PrivateAttr()
 
     @classmethod
-    def read(cls, sent: Mapping[str, Any]) -> Self:
+    def parse(cls, sent: Mapping[str, Any]) -> Self:
         """Raises Refusal."""
         given = {name: value for name, value in sent.items() if value is not None and name not in cls.WITHOUT_EFFECT}
         for name in [name for name in given if name in cls.NOT_SERVED]:

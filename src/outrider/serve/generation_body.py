@@ -243,7 +243,7 @@ class GenerationBody(Body):
     @classmethod
     def read_request(cls, sent: Mapping[str, Any]) -> ParsedRequest:
         """Raises Refusal."""
-        body = cls.read(sent)
+        body = cls.parse(sent)
         try:
             return body.ask()
         except (UsageError, RecursionError) as error:

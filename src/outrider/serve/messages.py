@@ -33,7 +33,7 @@ _DELTAS = {
 
 
 def error_json(refusal: Refusal) -> dict[str, Any]:
-    """An error in the form of this endpoint, which is OpenAI's with a type around it and other names of errors."""
+    """Wrap an error in Anthropic's envelope."""
     kind = "overloaded_error" if refusal.status == _OVERLOADED else _ERRORS.get(refusal.status, refusal.type)
     return {"type": "error", "error": {**refusal.to_json()["error"], "type": kind}}
 

@@ -22,7 +22,7 @@ from outrider.serve.served_model import ServedModel
 from outrider.text.chat import Chat
 from outrider.text.chat_images import chat_inputs, has_images
 from outrider.text.output_parser import CallParser, OutputParser
-from outrider.text.prompts import begun_of, is_chat, rows_of, without_media
+from outrider.text.prompts import begun_of, is_chat, token_rows, without_media
 from outrider.text.thinking import Thinking
 from outrider.text.tokenizer import Prompt, encode, special_ids
 from outrider.text.tool_formats import ToolFormat
@@ -97,7 +97,7 @@ class Preparer:
         if ask.max_tokens != 0:
             options = self.decoder.read_options(ask.options)
             for prompt, ids in zip(prompts, all_ids, strict=True):
-                read = self.decoder.read(prompt if isinstance(prompt, Mapping) else ids)
+                read = self.decoder.read_prompt(prompt if isinstance(prompt, Mapping) else ids)
                 read = read._replace(begun=begun_of(ask.prompts[0]))
                 room = self.capacity - len(ids)
                 max_tokens = room if ask.max_tokens is None else min(ask.max_tokens, room)
@@ -123,7 +123,7 @@ class Preparer:
         """Token ids of a prompt that fits, encoded with special tokens or without; with images it is the processor's
         output. Raises PromptError, OptionError."""
         if isinstance(prompt, Mapping):
-            ids = rows_of(without_media(prompt))[0]
+            ids = token_rows(without_media(prompt))[0]
         else:
             if isinstance(prompt, str) or is_chat(prompt):
                 self._check_room(_num_bytes(prompt), self._most_bytes, "bytes")
@@ -143,7 +143,7 @@ class Preparer:
 
     def tokenize(self, sent: Mapping[str, Any]) -> dict[str, Any]:
         """Tokenize a prompt or messages of any length. Raises Refusal."""
-        body = TokenizeBody.read(sent)
+        body = TokenizeBody.parse(sent)
         try:
             ids = self._ids_of_any_length(body.text(), body.add_special_tokens)
         except UsageError as error:
@@ -167,7 +167,7 @@ class Preparer:
 
     def detokenize(self, sent: Mapping[str, Any]) -> dict[str, Any]:
         """Decode token ids. Raises Refusal."""
-        ids, vocab_size = DetokenizeBody.read(sent).tokens, self.decoder.target.vocab_size
+        ids, vocab_size = DetokenizeBody.parse(sent).tokens, self.decoder.target.vocab_size
         if not all(0 <= i < vocab_size for i in ids):
             raise Refusal(f"tokens must be a list of token ids below {vocab_size}", param="tokens")
         return {"prompt": self._decode(ids)}

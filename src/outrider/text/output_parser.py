@@ -144,7 +144,7 @@ class CallParser:
     def _in_call(self) -> bool:
         reader = self._reader
         assert reader is not None
-        self._text = self._text[reader.read(self._text) :]
+        self._text = self._text[reader.consume(self._text) :]
         self._pieces += reader.take()
         if reader.has_begun:
             self._num_calls, self._space, self._opening = reader.number + 1, "", ""
@@ -218,7 +218,7 @@ class CallReader:
         self._has_arguments = False
         self._is_string = self._is_escaped = False
 
-    def read(self, text: str) -> int:
+    def consume(self, text: str) -> int:
         """Read up to the end of the object, or to where it goes wrong. Returns the number of characters read."""
         num_read = 0
         try:

@@ -31,7 +31,7 @@ def prompts_of(given: Any) -> Iterable[Any]:
     if isinstance(given, str) or is_chat(given):
         return [given]
     if isinstance(given, Mapping):
-        return [given] if media_of(given) else rows_of(given)
+        return [given] if media_of(given) else token_rows(given)
     if isinstance(given, Iterable) and not (isinstance(given, _ARRAYS) and given.ndim == 0):
         return given
     raise PromptError(f"prompts are one or several, each {FORMS}, not {given!r}")
@@ -39,10 +39,10 @@ def prompts_of(given: Any) -> Iterable[Any]:
 
 def one_prompt(prompt: Any) -> list[Any]:
     """A list of one prompt, in which a tokenizer's output is token ids. (In a list, a single message of a chat would be
-    taken for the chat.) Raises PromptError: a tokenizer's output has several prompts; or see ``rows_of``."""
+    taken for the chat.) Raises PromptError: a tokenizer's output has several prompts; or see ``token_rows``."""
     if not isinstance(prompt, Mapping) or media_of(prompt):
         return [prompt]
-    rows = rows_of(prompt)
+    rows = token_rows(prompt)
     if len(rows) != 1:
         raise PromptError(f"these are {len(rows)} prompts, where one is expected: give them to generate()")
     return rows
@@ -75,7 +75,7 @@ def without_media(prompt: Any) -> Any:
     return {name: prompt[name] for name in (_IDS, _MASK) if name in prompt} if media_of(prompt) else prompt
 
 
-def rows_of(encoded: Mapping[str, Any]) -> list[list[int]]:
+def token_rows(encoded: Mapping[str, Any]) -> list[list[int]]:
     """Token ids of a tokenizer's output, one prompt or several, without masked ones. Raises PromptError: it is another
     mapping, or has unsupported entries."""
     if _IDS not in encoded:

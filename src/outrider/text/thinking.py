@@ -30,7 +30,7 @@ _MARKER = r"<[^<>]+>|\[[^\[\]]+\]"
 _MOST_AFTER_MARKER = 16  # tokens of a prompt: a label, and white space
 
 Stage = Literal["before", "in", "after"]
-"""Before thoughts, which may be left out; in them; after them."""
+"""Position: before, inside or after the thoughts."""
 
 
 @dataclass(frozen=True, slots=True)

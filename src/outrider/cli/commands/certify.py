@@ -82,7 +82,7 @@ def certify(
         raise OptionError("--draft", draft, "without a draft there is nothing to certify")
     options = sampling.to_options(seed=seed, num_seeds=2**33, max_new_tokens=max_new_tokens, **constraint)
     check_constraint(Sampling(**options))
-    lines = template.read(prompts)
+    lines = template.read_lines(prompts)
 
     with progress("loading libraries"):
         from outrider.certify.controls import CONTROLS

@@ -96,7 +96,7 @@ class ServerSamples:
         from outrider.offline.output_file import open_output
 
         options = sampling.to_options(seed=seed, num_seeds=self.num_texts, max_new_tokens=self.max_new_tokens)
-        given = template.read(self.prompts)
+        given = template.read_lines(self.prompts)
         encoded = encode_lines(decoder, given, self.prompts)
         num_texts = self.num_texts if sampling.temperature > 0 else len(given)  # a greedy text is the same again
         lines, prompts = [*islice(cycle(given), num_texts)], [*islice(cycle(encoded), num_texts)]

@@ -43,7 +43,7 @@ def latency(
 ) -> None:
     """Time target, drafts and pairs at each K. They run in turn, on 15 built-in prompts, after a warm-up."""
     sampling = over_checkpoint(sampling, command, generation_config, pair.target, pair.models)
-    lines = template.read(None)
+    lines = template.read_lines(None)
     options = sampling.to_options(seed=seed, num_seeds=len(lines), max_new_tokens=max_new_tokens, ignore_eos=True)
     ks = parse_k(num_draft_tokens)
 

@@ -83,7 +83,7 @@ def plan(
         raise OptionError("--draft", "none", "give the drafts to choose from; 'none' is always included")
     if log is not None and (prompts is not None or template.is_chat):
         raise OptionError("--log", str(log), "leave out --prompts and --chat: the log has its own prompts")
-    lines = template.read(prompts)
+    lines = template.read_lines(prompts)
 
     decoder = pair.load()
     drafters = pair.load_drafts(decoder)

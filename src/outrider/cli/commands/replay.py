@@ -13,7 +13,7 @@ import typer
 from outrider.cli.shared.flat import flat
 from outrider.cli.shared.options import MODELS_PANEL, BatchSizeOption, ReportOptions, check_alone, parse_constant_k
 from outrider.cli.shared.output import say, show_table
-from outrider.cli.shared.pair_options import DraftOptions, PairOptions, set_threads
+from outrider.cli.shared.pair_options import DraftOnlyOptions, PairOptions, set_threads
 from outrider.cli.shared.progress import count_items, progress
 from outrider.errors import FileError, OptionError
 from outrider.options import DEFAULT_ACCEPTANCE, Sampling
@@ -32,7 +32,7 @@ _OF_ROUNDS = "log", "per_prompt", "num_draft_tokens", "tokens_per_prompt", "json
 @flat
 def replay(
     context: typer.Context,
-    drafts: DraftOptions,
+    drafts: DraftOnlyOptions,
     report: ReportOptions,
     log: Annotated[Path, typer.Argument(help="Output file of generate. With --per-prompt: or a file of rounds.")],
     target: Annotated[

@@ -208,7 +208,7 @@ class MachineOptions:
 
 
 @dataclass(frozen=True)
-class DraftOptions:
+class DraftOnlyOptions:
     """Draft and machine options for commands without a target; see ``PairOptions``."""
 
     draft: list[str] | None = _same("draft")

@@ -63,7 +63,7 @@ class TemplateOptions:
             return Chat(given.messages, given.options.over(self.options))
         return Chat(given, self.options) if self.is_chat else given  # type: ignore[arg-type]
 
-    def read(self, path: Path | None) -> list[PromptLine]:
+    def read_lines(self, path: Path | None) -> list[PromptLine]:
         """The prompts of a file, which have no sampling options of their own; None: the built-in texts. Raises
         FileError, OptionError."""
         from outrider.offline.prompt_file import read_prompts

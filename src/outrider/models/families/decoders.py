@@ -38,8 +38,11 @@ def _llama_gguf(stated: Stated) -> Fields:
 
 def _ministral3_attention(config: Any, at: str, i: int) -> Fields:
     rope = config.rope_parameters
-    growth = {"growth": rope["llama_4_scaling_beta"], "growth_span": rope["original_max_position_embeddings"]}
-    return whole_window(config, at, i) | growth
+    temperature_scale = {
+        "temperature_scale": rope["llama_4_scaling_beta"],
+        "temperature_floor_scale": rope["original_max_position_embeddings"],
+    }
+    return whole_window(config, at, i) | temperature_scale
 
 
 def _mistral3_gguf(stated: Stated) -> Fields:
@@ -112,7 +115,7 @@ def _cohere2_layer(config: Any, at: str, i: int) -> Fields:
 
 def _cohere2_whole(config: Any) -> Fields:
     norm = parts.layer_norm(config, "model.norm", False)
-    return {"last_norm": norm, "logit_scale": config.logit_scale, **interleaved_rope(config)}
+    return {"final_norm": norm, "logit_scale": config.logit_scale, **interleaved_rope(config)}
 
 
 # OLMo 2 and 3
@@ -216,11 +219,11 @@ def _gpt2_layer(config: Any, at: str, i: int) -> Fields:
 def _gpt2_whole(config: Any) -> Fields:
     return {
         "at": "transformer.h",
-        "last_norm": parts.layer_norm(config, "transformer.ln_f"),
+        "final_norm": parts.layer_norm(config, "transformer.ln_f"),
         "ropes": (),
         "embedding": "transformer.wte.weight",
-        "place_embedding": "transformer.wpe.weight",
-        "num_places": config.n_positions,
+        "position_embedding": "transformer.wpe.weight",
+        "num_positions": config.n_positions,
     }
 
 
@@ -305,7 +308,7 @@ DECODERS = {
     ),
     "starcoder2": Family(
         parts.like_llama(
-            _starcoder2_attention, _starcoder2_layer, lambda c: {"last_norm": parts.layer_norm(c, "model.norm")}
+            _starcoder2_attention, _starcoder2_layer, lambda c: {"final_norm": parts.layer_norm(c, "model.norm")}
         ),
         "norm_type mlp_type",
         {**NO_WINDOW, "tie_word_embeddings": True, "hidden_act": "gelu_pytorch_tanh", "use_bias": True},

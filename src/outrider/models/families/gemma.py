@@ -11,7 +11,7 @@ from outrider.models.families.family import Family, Fields, periodic
 from outrider.models.gguf import keys
 from outrider.models.gguf.keys import Stated
 from outrider.models.gguf.tensors import FROM_ONE, GgufForm
-from outrider.native.plan import AttentionPlan, LayerPlan, NormPlan, NotPlanned, Plan, SidesPlan
+from outrider.native.plan import AttentionPlan, LayerPlan, NormPlan, NotPlanned, PerLayerPlan, Plan
 
 _NORMS = {
     "mixer_norm": "input_layernorm",
@@ -25,15 +25,15 @@ _NORMS = {
 
 def _gemma_whole(config: Any) -> Fields:
     return {
-        "last_norm": parts.rms(config, "model.norm", 1.0),
+        "final_norm": parts.rms(config, "model.norm", 1.0),
         "embedding_scale": config.hidden_size**0.5,
-        "logit_cap": getattr(config, "final_logit_softcapping", None),
+        "logit_softcap": getattr(config, "final_logit_softcapping", None),
     }
 
 
 def _gemma2_attention(config: Any, at: str, i: int) -> Fields:
     cap = getattr(config, "attn_logit_softcapping", None)
-    return {"window": parts.window_of(config, i), "cap": cap, "scale": config.query_pre_attn_scalar**-0.5}
+    return {"window": parts.window_of(config, i), "softcap": cap, "scale": config.query_pre_attn_scalar**-0.5}
 
 
 def _gemma2_layer(config: Any, at: str, i: int) -> Fields:
@@ -65,8 +65,8 @@ def _gemma4(config: Any) -> Plan:
         return parts.attention_of(
             config,
             at,
-            num_groups=own["num_key_value_heads"],
-            head_width=own["head_dim"],
+            num_kv_heads=own["num_key_value_heads"],
+            head_dim=own["head_dim"],
             scale=1.0,
             inputs=tuple(parts.linear(f"{at}.self_attn.{name}_proj", config.attention_bias) for name in inputs),
             source=source,
@@ -103,12 +103,12 @@ def _gemma4(config: Any) -> Plan:
         if width:
             gate, projection = parts.linear(f"{at}.per_layer_input_gate"), parts.linear(f"{at}.per_layer_projection")
             others |= {
-                "side": parts.mlp_of(config, at, ups=(gate,), down=projection),
-                "side_post_norm": parts.rms(config, f"{at}.post_per_layer_input_norm"),
+                "per_layer_mlp": parts.mlp_of(config, at, ups=(gate,), down=projection),
+                "per_layer_post_norm": parts.rms(config, f"{at}.post_per_layer_input_norm"),
             }
         return parts.layer_of(config, at, attention(at, i), scale=f"{at}.layer_scalar", **others)
 
-    sides = SidesPlan(
+    per_layer = PerLayerPlan(
         "model.embed_tokens_per_layer.weight",
         width**0.5,
         parts.linear("model.per_layer_model_projection"),
@@ -120,12 +120,12 @@ def _gemma4(config: Any) -> Plan:
         config,
         layer,
         ropes=tuple(
-            parts.rope_of(config, kind, head_width=_of_kind(config, kind)["head_dim"])
+            parts.rope_of(config, kind, head_dim=_of_kind(config, kind)["head_dim"])
             for kind in sorted({*config.layer_types})
         ),
         embedding_scale=config.hidden_size**0.5,
-        logit_cap=config.final_logit_softcapping,
-        sides=sides if width else None,
+        logit_softcap=config.final_logit_softcapping,
+        per_layer=per_layer if width else None,
     )
 
 

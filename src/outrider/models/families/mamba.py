@@ -29,15 +29,15 @@ def check_silu(config: Any) -> None:
         raise NotPlanned(f"its plan does not know hidden_act={config.hidden_act} of convolutions")
 
 
-def mamba2(at: str, *, has_bias: bool, has_taps_bias: bool, **others: Any) -> RecurrencePlan:
+def mamba2(at: str, *, has_bias: bool, has_conv_bias: bool, **others: Any) -> RecurrencePlan:
     fields: Fields = {
         "conv_width": 2 * others["num_groups"] * others["key_width"] + others["num_heads"] * others["value_width"],
-        "taps": f"{at}.conv1d.weight",
-        "taps_bias": f"{at}.conv1d.bias" if has_taps_bias else None,
+        "conv_weight": f"{at}.conv1d.weight",
+        "conv_bias": f"{at}.conv1d.bias" if has_conv_bias else None,
         "inputs": (parts.linear(f"{at}.in_proj", has_bias),),
         "out": parts.linear(f"{at}.out_proj", has_bias),
-        "rates": f"{at}.A_log",
-        "step_bias": f"{at}.dt_bias",
+        "a_log": f"{at}.A_log",
+        "dt_bias": f"{at}.dt_bias",
         "skips": f"{at}.D",
     }
     return RecurrencePlan("mamba2", **(fields | others))
@@ -49,14 +49,14 @@ def mamba2_of(config: Any, at: str, **others: Any) -> RecurrencePlan:
         raise NotPlanned(f"its plan does not know time_step_limit={config.time_step_limit}")
     fields: Fields = {
         "has_bias": bool(config.mamba_proj_bias),
-        "has_taps_bias": bool(config.mamba_conv_bias),
+        "has_conv_bias": bool(config.mamba_conv_bias),
         "num_heads": config.mamba_n_heads,
         "num_groups": config.mamba_n_groups,
         "key_width": config.mamba_d_state,
         "value_width": config.mamba_d_head,
-        "num_taps": config.mamba_d_conv,
+        "kernel_size": config.mamba_d_conv,
         "out_norm": parts.rms(config, f"{at}.norm"),
-        "least_step": least,
+        "dt_min": least,
     }
     return mamba2(at, **(fields | others))
 
@@ -73,7 +73,7 @@ def sizes_of(stated: Stated) -> Fields:
 
 
 def rates_of(numbers: Tensor) -> Tensor:
-    """Logarithms of the rates of decay. In float64, since the last bit of PyTorch's float32 depends on its build."""
+    """Logarithms of the a_log of decay. In float64, since the last bit of PyTorch's float32 depends on its build."""
     return numbers.neg().double().log().float()
 
 
@@ -89,7 +89,7 @@ CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def _falcon_h1(config: Any) -> Plan:
-    """Falcon-H1: attention and Mamba-2 beside it in each layer. Its multipliers are factors of products."""
+    """Falcon-H1: attention and Mamba-2 beside it in each layer. Its multipliers are output_scales of products."""
     check_silu(config)
     if config.mamba_rms_norm and config.mamba_norm_before_gate:
         raise NotPlanned("its plan does not know mamba_norm_before_gate=True")
@@ -104,8 +104,8 @@ def _falcon_h1(config: Any) -> Plan:
     inner, of_groups = config.mamba_n_heads * config.mamba_d_head, config.mamba_n_groups * config.mamba_d_state
     sizes = inner, inner, of_groups, of_groups, config.mamba_n_heads
 
-    def times(name: str, field: str, *factors: tuple[int, float]) -> MatrixPlan:
-        return replace(parts.linear(name, getattr(config, field)), factors=factors)
+    def times(name: str, field: str, *output_scales: tuple[int, float]) -> MatrixPlan:
+        return replace(parts.linear(name, getattr(config, field)), output_scales=output_scales)
 
     def layer(at: str, i: int) -> LayerPlan:
         at_mamba, mlp = f"{at}.mamba", f"{at}.feed_forward"
@@ -114,7 +114,7 @@ def _falcon_h1(config: Any) -> Plan:
         attention = parts.attention_of(
             config,
             at,
-            scale=parts.head_width_of(config) ** -0.5 * before**2 * of_keys,
+            scale=parts.head_dim_of(config) ** -0.5 * before**2 * of_keys,
             out=times(f"{at}.self_attn.o_proj", "attention_bias", (0, before * after)),
         )
         beside = mamba2_of(
@@ -136,7 +136,7 @@ def _falcon_h1(config: Any) -> Plan:
     return parts.decoder_of(
         config,
         layer,
-        last_norm=parts.rms(config, "model.final_layernorm"),
+        final_norm=parts.rms(config, "model.final_layernorm"),
         embedding_scale=config.embedding_multiplier,
         logit_scale=config.lm_head_multiplier,
     )
@@ -186,14 +186,14 @@ def _nemotron_h(config: Any) -> Plan:
             mixer = mamba2(
                 name,
                 has_bias=bias,
-                has_taps_bias=bool(config.use_conv_bias),
+                has_conv_bias=bool(config.use_conv_bias),
                 num_heads=config.mamba_num_heads,
                 num_groups=config.n_groups,
                 key_width=config.ssm_state_size,
                 value_width=config.mamba_head_dim,
-                num_taps=config.conv_kernel,
+                kernel_size=config.conv_kernel,
                 out_norm=parts.rms(config, f"{name}.norm"),
-                least_step=config.time_step_min,
+                dt_min=config.time_step_min,
             )
         elif kind in ("attention", "full_attention"):
             inputs, out = tuple(parts.linear(f"{name}.{one}_proj") for one in "qkv"), parts.linear(f"{name}.o_proj")
@@ -205,7 +205,7 @@ def _nemotron_h(config: Any) -> Plan:
     return parts.decoder_of(
         config,
         layer,
-        last_norm=parts.rms(config, "model.norm_f"),
+        final_norm=parts.rms(config, "model.norm_f"),
         ropes=(),
         embedding="model.embeddings.weight",
         head=MatrixPlan("lm_head.weight"),  # never tied

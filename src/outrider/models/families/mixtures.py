@@ -29,7 +29,7 @@ def _qwen3_layer(config: Any, at: str, i: int) -> Fields:
 
 def _qwen2_layer(config: Any, at: str, i: int) -> Fields:
     found, gate = _qwen3_layer(config, at, i), parts.linear(f"{at}.mlp.shared_expert_gate")
-    return found and found | {"mlp": parts.mlp_of(config, f"{at}.mlp.shared_expert", scale=gate)}
+    return found and found | {"mlp": parts.mlp_of(config, f"{at}.mlp.shared_expert", output_gate=gate)}
 
 
 def _qwen3_gguf(stated: Stated) -> Fields:
@@ -61,16 +61,16 @@ def _ernie4_5_layer(config: Any, at: str, i: int) -> Fields:
     last = config.moe_layer_end_index % config.num_hidden_layers
     if (i + 1) % config.moe_layer_interval or not config.moe_layer_start_index <= i <= last:
         return {}
-    correction = f"{at}.mlp.gate.moe_statics.e_score_correction_bias"
+    correction_bias = f"{at}.mlp.gate.moe_statics.e_score_correction_bias"
     shared = parts.mlp_of(config, f"{at}.mlp.shared_experts") if config.moe_num_shared_experts else None
-    return {"mlp": shared, "experts": parts.experts_of(config, f"{at}.mlp", correction=correction)}
+    return {"mlp": shared, "experts": parts.experts_of(config, f"{at}.mlp", correction_bias=correction_bias)}
 
 
 def _ernie4_5_whole(config: Any) -> Fields:
     head = parts.linear("lm_head", config.use_bias)
     if config.tie_word_embeddings:
         head = replace(head, weight="model.embed_tokens.weight")
-    return {"head": head, **decoders.interleaved_rope(config)}
+    return {"lm_head": head, **decoders.interleaved_rope(config)}
 
 
 # gpt-oss
@@ -94,7 +94,7 @@ def _gpt_oss_layer(config: Any, at: str, i: int) -> Fields:
         router=parts.linear(f"{at}.mlp.router", True),
         ups=tuple(matrices("gate_up", part, 2) for part in range(2)),
         down=matrices("down"),
-        slope=config.swiglu_alpha,
+        alpha=config.swiglu_alpha,
         limit=config.swiglu_limit,
     )
     return {"mlp": None, "experts": experts}

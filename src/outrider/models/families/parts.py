@@ -38,7 +38,7 @@ def activation_of(config: Any) -> plans.Activation:
     return _ACTIVATIONS[name]
 
 
-def head_width_of(config: Any) -> int:
+def head_dim_of(config: Any) -> int:
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
@@ -52,19 +52,17 @@ def window_of(config: Any, layer: int) -> int | None:
     return None
 
 
-def rope_of(
-    config: Any, kind: str | None = None, *, head_width: int = 0, is_interleaved: bool = False
-) -> plans.RopePlan:
+def rope_of(config: Any, kind: str | None = None, *, head_dim: int = 0, is_interleaved: bool = False) -> plans.RopePlan:
     """Rope of the layers; of a kind of layers, if the configuration states several ropes.
 
     Args:
-        head_width: of the layers of this kind; 0 for that of all.
+        head_dim: of the layers of this kind; 0 for that of all.
     """
     stated = config.rope_parameters if kind is None else config.rope_parameters[kind]
     # The share of a head that is rotated is part of scalings in the code of all families, without one of a few:
     if stated["rope_type"] == "default" and "partial_rotary_factor" not in config.family.known:
         stated = stated | {"partial_rotary_factor": None}
-    width, context_len = head_width or head_width_of(config), config.max_position_embeddings
+    width, context_len = head_dim or head_dim_of(config), config.max_position_embeddings
     return rope_plan(stated, width, context_len, is_interleaved=is_interleaved)
 
 
@@ -91,10 +89,10 @@ def decoder_of(
     the beginning of its parameters' names (``at`` and its number) and its number."""
     fields: Fields = {
         "embedding": embedding,
-        "head": plans.MatrixPlan(embedding if config.tie_word_embeddings else "lm_head.weight"),
+        "lm_head": plans.MatrixPlan(embedding if config.tie_word_embeddings else "lm_head.weight"),
         "layers": tuple(layer(f"{at}.{i}", i) for i in range(config.num_hidden_layers)),
         "ropes": (rope_of(config),) if ropes is None else ropes,
-        "last_norm": rms(config, "model.norm"),
+        "final_norm": rms(config, "model.norm"),
     }
     return plans.Plan(**(fields | others))
 
@@ -127,11 +125,11 @@ def has_bias(config: Any, field: str) -> bool:
 
 def attention_of(config: Any, at: str, **others: Any) -> plans.AttentionPlan:
     """Attention of Llama, but for other fields that are stated."""
-    bias, width = has_bias(config, "attention_bias"), head_width_of(config)
+    bias, width = has_bias(config, "attention_bias"), head_dim_of(config)
     fields: Fields = {
         "num_heads": config.num_attention_heads,
-        "num_groups": config.num_key_value_heads or config.num_attention_heads,
-        "head_width": width,
+        "num_kv_heads": config.num_key_value_heads or config.num_attention_heads,
+        "head_dim": width,
         "scale": width**-0.5,
         "inputs": inputs_of(at, bias),
         "out": linear(f"{at}.self_attn.o_proj", bias),
@@ -153,11 +151,11 @@ def mlp_of(config: Any, at: str, **others: Any) -> plans.MlpPlan:
 def experts_of(config: Any, at: str, **others: Any) -> plans.ExpertsPlan:
     """Experts of Qwen3 with parameters' names that begin with ``at``, but for other fields that are stated."""
     fields: Fields = {
-        "number": getattr(config, "num_local_experts", None) or config.num_experts,
+        "num_experts": getattr(config, "num_local_experts", None) or config.num_experts,
         "router": linear(f"{at}.gate"),
         "ups": tuple(plans.MatrixPlan(f"{at}.experts.gate_up_proj", part=i, num_parts=2) for i in range(2)),
         "down": plans.MatrixPlan(f"{at}.experts.down_proj"),
-        "num_chosen": config.num_experts_per_tok,
+        "num_active": config.num_experts_per_tok,
         "is_normalized": getattr(config, "norm_topk_prob", True),
     }
     if "activation" not in others:
@@ -169,11 +167,11 @@ def routed_experts_of(config: Any, at: str, **others: Any) -> plans.ExpertsPlan:
     """Experts of DeepSeek-V3's router, in groups, but for other fields that are stated."""
     fields: Fields = {
         "is_sigmoid": True,
-        "added": 1e-20,
+        "sum_epsilon": 1e-20,
         "scale": config.routed_scaling_factor,
-        "correction": f"{at}.gate.e_score_correction_bias",
+        "correction_bias": f"{at}.gate.e_score_correction_bias",
         "num_groups": config.n_group,
-        "num_chosen_groups": config.topk_group,
+        "num_active_groups": config.topk_group,
     }
     return experts_of(config, at, **(fields | others))
 

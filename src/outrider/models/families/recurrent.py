@@ -28,16 +28,16 @@ def _qwen3_5(config: Any) -> plan.Plan:
         return plan.RecurrencePlan(
             "delta",
             conv_width=2 * num_groups * key_width + num_heads * value_width,
-            num_taps=config.linear_conv_kernel_dim,
-            taps=f"{at}.conv1d.weight",
+            kernel_size=config.linear_conv_kernel_dim,
+            conv_weight=f"{at}.conv1d.weight",
             inputs=tuple(parts.linear(f"{at}.in_proj_{name}") for name in ("qkv", "b", "a", "z")),
             out=parts.linear(f"{at}.out_proj"),
             num_heads=num_heads,
             num_groups=num_groups,
             key_width=key_width,
             value_width=value_width,
-            rates=f"{at}.A_log",
-            step_bias=f"{at}.dt_bias",
+            a_log=f"{at}.A_log",
+            dt_bias=f"{at}.dt_bias",
             out_norm=parts.rms(config, f"{at}.norm"),
         )
 
@@ -45,11 +45,11 @@ def _qwen3_5(config: Any) -> plan.Plan:
         others = parts.norms_of(config, at, 1.0)
         if config.model_type == "qwen3_5_moe_text":
             gate = parts.linear(f"{at}.mlp.shared_expert_gate")
-            others["mlp"] = parts.mlp_of(config, f"{at}.mlp.shared_expert", scale=gate)
+            others["mlp"] = parts.mlp_of(config, f"{at}.mlp.shared_expert", output_gate=gate)
             others["experts"] = parts.experts_of(config, f"{at}.mlp")
         return parts.layer_of(config, at, mixer(at, i), **others)
 
-    return parts.decoder_of(config, layer, last_norm=parts.rms(config, "model.norm", 1.0))
+    return parts.decoder_of(config, layer, final_norm=parts.rms(config, "model.norm", 1.0))
 
 
 def _qwen3_5_gguf(stated: Stated) -> Fields:
@@ -125,17 +125,17 @@ def _lfm2(config: Any) -> plan.Plan:
         return plan.RecurrencePlan(
             "convolution",
             conv_width=config.hidden_size,
-            num_taps=config.conv_L_cache,
-            taps=f"{at}.conv.conv.weight",
-            taps_bias=f"{at}.conv.conv.bias" if bias else None,
+            kernel_size=config.conv_L_cache,
+            conv_weight=f"{at}.conv.conv.weight",
+            conv_bias=f"{at}.conv.conv.bias" if bias else None,
             inputs=tuple(parts.linear(f"{at}.conv.in_proj", bias, part, 3) for part in (0, 2, 1)),
             out=parts.linear(f"{at}.conv.out_proj", bias),
         )
 
     def experts(at: str) -> plan.ExpertsPlan:
-        correction = f"{at}.expert_bias" if config.use_expert_bias else None
-        of_router = {"is_sigmoid": True, "added": 1e-6, "scale": config.routed_scaling_factor}
-        return parts.experts_of(config, at, activation="silu", correction=correction, **of_router)
+        correction_bias = f"{at}.expert_bias" if config.use_expert_bias else None
+        of_router = {"is_sigmoid": True, "sum_epsilon": 1e-6, "scale": config.routed_scaling_factor}
+        return parts.experts_of(config, at, activation="silu", correction_bias=correction_bias, **of_router)
 
     def layer(at: str, i: int) -> plan.LayerPlan:
         norms: dict[str, Any] = {
@@ -147,7 +147,7 @@ def _lfm2(config: Any) -> plan.Plan:
         ups, down = (parts.linear(f"{at}.feed_forward.w{n}") for n in (1, 3)), parts.linear(f"{at}.feed_forward.w2")
         return plan.LayerPlan(mixer(at, i), plan.MlpPlan(tuple(ups), down, "silu"), **norms)
 
-    return parts.decoder_of(config, layer, last_norm=parts.rms(config, "model.embedding_norm"))
+    return parts.decoder_of(config, layer, final_norm=parts.rms(config, "model.embedding_norm"))
 
 
 def _lfm2_gguf(stated: Stated) -> Fields:

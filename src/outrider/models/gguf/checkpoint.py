@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from outrider.errors import ModelCorrupt, UnsupportedModel
-from outrider.kernels.blocks import BLOCK_FORMS
-from outrider.kernels.library import FORMS
+from outrider.kernels.blocks import BLOCK_TYPES
+from outrider.kernels.library import WEIGHT_TYPES
 from outrider.kernels.narrow_weight import ExpertLayout, NarrowWeight
 from outrider.kernels.row_copies import RowCopy
 from outrider.models.cpu_weights import HALVES, StoredWeights, large_matrices
@@ -29,7 +29,7 @@ from outrider.models.registry import ModelSpec
 from outrider.native.plan import NotPlanned, Plan, weight_names
 
 _LOG = logging.getLogger(__name__)
-_HALVES = {FORMS[dtype]: dtype for dtype in HALVES.values()}
+_HALVES = {WEIGHT_TYPES[dtype]: dtype for dtype in HALVES.values()}
 
 
 def gguf_file(spec: ModelSpec) -> GgufFile:
@@ -52,7 +52,7 @@ def planned_weights(
     file: GgufFile, model: StatedModel, config: ModelConfig, plan: Plan, name: str, num_digits: int
 ) -> StoredWeights:
     """Weights of a plan, those of large matrices in the file's blocks or 16 bits where they can stay so. They remain in
-    the file until they are read; for ``num_digits`` see ``BlockForm``. Raises NotPlanned, UnsupportedModel,
+    the file until they are read; for ``num_digits`` see ``BlockType``. Raises NotPlanned, UnsupportedModel,
     ModelCorrupt."""
     names = weight_names(plan)
     found = _sources(file, model, names, config, name)
@@ -85,7 +85,7 @@ def _stored(
         return NarrowWeight(layout.rows(numbers), torch.float32, experts=layout)  # by columns, which are not multiplied
 
     others = {weight: 4 * math.prod(one.shape) for weight, one in found.items() if weight not in kept}
-    has_blocks = any(found[weight].tensors[0].kind in BLOCK_FORMS for weight in kept)
+    has_blocks = any(found[weight].tensors[0].kind in BLOCK_TYPES for weight in kept)
     return StoredWeights(
         kept, others, read, lambda weight, empty: found[weight].stored(num_digits, empty, large[weight]), has_blocks
     )
@@ -143,11 +143,11 @@ class Source:
         does what else ``change`` does."""
         kinds, is_changed = {one.kind for one in self.tensors}, self.change is not None
         is_laid_out = layout is not None and layout.num_parts is not None
-        return is_changed == is_laid_out and len(kinds) == 1 and kinds <= BLOCK_FORMS.keys() | _HALVES.keys()
+        return is_changed == is_laid_out and len(kinds) == 1 and kinds <= BLOCK_TYPES.keys() | _HALVES.keys()
 
     @property
     def num_bytes(self) -> int:
-        has_places = self.columns is not None and self.tensors[0].kind in BLOCK_FORMS  # of columns
+        has_places = self.columns is not None and self.tensors[0].kind in BLOCK_TYPES  # of columns
         return 4 * self.shape[-1] * has_places + sum(one.num_bytes for one in self.tensors)
 
     def numbers(self) -> Tensor:
@@ -164,9 +164,9 @@ class Source:
         kind = self.tensors[0].kind
         parts = [torch.from_numpy(one.raw()).view(_HALVES.get(kind, torch.uint8)) for one in self.tensors]
         form, columns = None, None
-        if kind in BLOCK_FORMS:
+        if kind in BLOCK_TYPES:
             # Columns stay in the file's order, since a block has many of them.
-            form = replace(BLOCK_FORMS[kind], num_digits=num_digits)
+            form = replace(BLOCK_TYPES[kind], num_digits=num_digits)
             columns = None if self.columns is None else self.columns.places().argsort().int()
         elif self.columns is not None:
             parts = [one[..., self.columns.places()] for one in parts]

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from outrider.errors import ModelCorrupt, ModelNotFound
-from outrider.kernels.blocks import BLOCK_FORMS
-from outrider.kernels.library import library, widen_rows
+from outrider.kernels.blocks import BLOCK_TYPES
+from outrider.kernels.library import dequantize_rows, library
 from outrider.kernels.row_copies import RowCopy, copy_rows
 
 _MAGIC = b"GGUF"
@@ -39,7 +39,7 @@ _PLAIN, _BF16 = {0: "f4", 1: "f2", 24: "i1", 25: "i2", 26: "i4", 27: "i8", 28: "
 _BLOCK_SIZES = {
     _BF16: (1, 2),
     **{kind: (1, np.dtype(plain).itemsize) for kind, plain in _PLAIN.items()},
-    **{kind: (form.num_numbers, form.num_bytes) for kind, form in BLOCK_FORMS.items()},
+    **{kind: (form.num_numbers, form.num_bytes) for kind, form in BLOCK_TYPES.items()},
 }
 _MOST_DIMENSIONS = 4
 _SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
@@ -71,13 +71,13 @@ class StoredTensor(NamedTuple):
 
     def numbers(self) -> Tensor:
         if (
-            self.kind in BLOCK_FORMS and library() is not None
+            self.kind in BLOCK_TYPES and library() is not None
         ):  # without the package gguf, which takes a while to import
-            form, rows = BLOCK_FORMS[self.kind], torch.from_numpy(self.raw()).flatten(0, -2)
+            form, rows = BLOCK_TYPES[self.kind], torch.from_numpy(self.raw()).flatten(0, -2)
             interleaved, num_threads = torch.empty_like(rows), 1  # others copy large matrices meanwhile
             copy_rows([RowCopy(rows, form.number, interleaved)], num_threads)
             places, width = torch.arange(len(rows)), self.shape[-1]
-            return widen_rows(interleaved, places, form.number, width, num_threads).view(self.shape)
+            return dequantize_rows(interleaved, places, form.number, width, num_threads).view(self.shape)
         return torch.from_numpy(np.array(_numbers(self.raw(), self.kind), np.float32).reshape(self.shape))
 
 

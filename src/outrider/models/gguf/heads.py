@@ -73,7 +73,7 @@ def gguf_head(spec: ModelSpec, num_digits: int | None) -> tuple[dict[str, Any], 
     """The config.json and the tensors of a head in a GGUF file.
 
     Args:
-        num_digits: of the integers to which rows are rounded before products with blocks (``BlockForm``); None to
+        num_digits: of the integers to which rows are rounded before products with blocks (``BlockType``); None to
             widen all matrices.
 
     Raises:

@@ -161,10 +161,10 @@ def plan_of_head(plan: Plan, head: Head) -> Plan:
     return replace(
         plan,
         embedding="embed_tokens.weight",
-        head=MatrixPlan("lm_head.weight"),
+        lm_head=MatrixPlan("lm_head.weight"),
         embedding_scale=scale,
         logit_scale=1.0,
-        logit_cap=None,
+        logit_softcap=None,
     )
 
 

@@ -35,7 +35,7 @@ from outrider.models.heads.base import (
     set_vocabulary,
     window_of,
 )
-from outrider.native.plan import MOST_TOKENS, AttentionPlan, NotPlanned, Plan
+from outrider.native.plan import MAX_TOKENS, AttentionPlan, NotPlanned, Plan
 from outrider.runtime.lm import LM
 from outrider.runtime.modules import cache_argument
 from outrider.runtime.vocabulary import UNKNOWN
@@ -206,15 +206,15 @@ class BlockHead(Head):
     def plan(self) -> Plan:
         if self.is_convolved:
             raise NotPlanned("its layers have convolutions")
-        if self.block_size > MOST_TOKENS:
-            raise NotPlanned(f"its block has more than {MOST_TOKENS} slots")
+        if self.block_size > MAX_TOKENS:
+            raise NotPlanned(f"its block has more than {MAX_TOKENS} slots")
         plan = plan_of_layers(self.config)
         layers = []
         for layer, reach in zip(plan.layers, self.reaches, strict=True):
             if not isinstance(layer.mixer, AttentionPlan):
                 raise NotPlanned("its layers are recurrent")
             mixer = replace(layer.mixer, window=reach.window, before_anchor=reach.before_anchor)
-            layers.append(replace(layer, mixer=replace(mixer, sees_block=not reach.is_causal)))
+            layers.append(replace(layer, mixer=replace(mixer, is_bidirectional=not reach.is_causal)))
         return replace(plan_of_head(plan, self), layers=tuple(layers), embedding_scale=self.scale)
 
     def logits(self, outputs: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ from outrider.models.heads.base import (
     set_vocabulary,
     window_of,
 )
-from outrider.native.plan import AttentionPlan, JointPlan, MatrixPlan, NotPlanned, Plan, rename
+from outrider.native.plan import AttentionPlan, DraftInputPlan, MatrixPlan, NotPlanned, Plan, rename
 from outrider.runtime.cache_shapes import LayerShape
 from outrider.runtime.lm import LM
 from outrider.runtime.modules import cache_argument
@@ -124,14 +124,15 @@ class Eagle3Head(Head):
         norm = first.mixer_norm
         if norm is None or first.mixer_post_norm or first.mlp_post_norm or plan.residual_scale != 1:
             raise NotPlanned(f"a first layer of {self.config.model_type} is none of EAGLE-3's")
-        joint = JointPlan(norm, replace(norm, weight="layers.0.hidden_norm.weight"), None, self.norm_before_residual)
+        state_norm = replace(norm, weight="layers.0.hidden_norm.weight")
+        draft_input = DraftInputPlan(norm, state_norm, adds_normed=self.norm_before_residual)
         layers = (replace(first, mixer_norm=None), *others)
         windowed = []
         for layer in layers:
             if not isinstance(layer.mixer, AttentionPlan):
                 raise NotPlanned("its layers are no attention")
             windowed.append(replace(layer, mixer=replace(layer.mixer, window=self.window)))
-        return replace(plan_of_head(plan, self), layers=tuple(windowed), joint=joint)
+        return replace(plan_of_head(plan, self), layers=tuple(windowed), draft_input=draft_input)
 
 
 def load_eagle3(stored: Mapping[str, Tensor], stated: Mapping[str, Any], name: str, target: LM) -> Eagle3Head:
@@ -224,13 +225,13 @@ class MtpHead(Head):
     def plan(self) -> Plan:
         plan = plan_of(self._of_target)
         layer = rename(plan.layers[self.index], f"model.layers.{self.index}.", "layers.0.")
-        norm = replace(plan.last_norm, weight="norm.weight")
-        joint = JointPlan(
+        norm = replace(plan.final_norm, weight="norm.weight")
+        draft_input = DraftInputPlan(
             replace(norm, weight="pre_fc_norm_embedding.weight"),
             replace(norm, weight="pre_fc_norm_hidden.weight"),
             MatrixPlan("fc.weight"),
         )
-        return replace(plan_of_head(plan, self), layers=(layer,), last_norm=norm, joint=joint)
+        return replace(plan_of_head(plan, self), layers=(layer,), final_norm=norm, draft_input=draft_input)
 
 
 def mtp_prefix(found: Iterable[str], target: LM) -> str:

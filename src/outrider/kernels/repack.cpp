@@ -41,7 +41,7 @@ class Pieces {
 
 void copy_rows(const RowCopy& copy, int64_t begin, int64_t end) {
   bool is_in_blocks = false;
-  of_blocks(copy.form, copy.source, [&](auto blocks) {
+  visit_blocks(copy.type, copy.source, [&](auto blocks) {
     typedef std::remove_const_t<std::remove_pointer_t<decltype(blocks)>> Block;
     is_in_blocks = true;
     const int64_t length = copy.row_bytes / static_cast<int64_t>(sizeof(Block));
@@ -60,15 +60,15 @@ void copy_rows(const RowCopy& copy, int64_t begin, int64_t end) {
 
 // Numbers of some rows of one panel: [num_rows, I].
 template <typename Block>
-void widen_panel(const Interleaved<Block>& matrix, const int64_t* rows, int64_t num_rows, float* to) {
+void dequantize_panel(const Interleaved<Block>& matrix, const int64_t* rows, int64_t num_rows, float* to) {
   alignas(64) float wide[CHUNK][LANES];
   const int64_t width = matrix.length * Block::NUMBERS;
   each_chunk(matrix, rows[0] / LANES, [&](int64_t b, int64_t number, const uint8_t* blocks) {
-    take_apart(static_cast<const Block*>(nullptr), blocks, number,
-               [&](int g, const Words* wholes, const Floats* scales, const Floats* offsets) {
+    unpack(static_cast<const Block*>(nullptr), blocks, number,
+               [&](int g, const Words* integers, const Floats* scales, const Floats* offsets) {
       for (int j = 0; j < WORDS; j++) {
         UNROLLED for (int k = 0; k < 4; k++) {
-          store(wide[g * GROUP + 4 * j + k], numbers_of<Block>(wholes, j, k, scales, offsets));
+          store(wide[g * GROUP + 4 * j + k], dequantize<Block>(integers, j, k, scales, offsets));
         }
       }
     });
@@ -88,7 +88,7 @@ bool are_all_there(const int64_t* rows, int64_t num_rows, int64_t num_channels) 
 
 }  // namespace
 
-void widen_row(const Matrix& matrix, int64_t row, float* to) {
+void dequantize_row(const Matrix& matrix, int64_t row, float* to) {
   auto put = [&](auto matrix_of) {
     auto from = matrix_of + row * matrix.width;
     const float scale = matrix.scales == nullptr ? 1.0f : matrix.scales[row];
@@ -98,25 +98,25 @@ void widen_row(const Matrix& matrix, int64_t row, float* to) {
       memcpy(to + i, &wide, number * sizeof(float));
     }
   };
-  switch (matrix.form) {
-    case Form::F32: return put(static_cast<const float*>(matrix.data));
-    case Form::F16: return put(static_cast<const Float16*>(matrix.data));
-    case Form::I8: return put(static_cast<const int8_t*>(matrix.data));
-    case Form::BF16: return put(static_cast<const BFloat16*>(matrix.data));
+  switch (matrix.type) {
+    case WeightType::F32: return put(static_cast<const float*>(matrix.data));
+    case WeightType::F16: return put(static_cast<const Float16*>(matrix.data));
+    case WeightType::I8: return put(static_cast<const int8_t*>(matrix.data));
+    case WeightType::BF16: return put(static_cast<const BFloat16*>(matrix.data));
   }
-  of_blocks(matrix.form, matrix.data, [&](auto blocks) {
+  visit_blocks(matrix.type, matrix.data, [&](auto blocks) {
     typedef std::remove_const_t<std::remove_pointer_t<decltype(blocks)>> Block;
-    widen_panel(Interleaved<Block>(matrix.data, matrix.num_channels, matrix.width / Block::NUMBERS), &row, 1, to);
+    dequantize_panel(Interleaved<Block>(matrix.data, matrix.num_channels, matrix.width / Block::NUMBERS), &row, 1, to);
   });
 }
 
 extern "C" {
 
-// Numbers of `num_rows` rows of a matrix [O, I] of this form: [num_rows, I]. Returns whether all rows are there.
-bool outrider_widen_rows(const void* matrix, int64_t form, int64_t num_channels, int64_t width, const int64_t* rows,
+// Numbers of `num_rows` rows of a matrix [O, I] of this type: [num_rows, I]. Returns whether all rows are there.
+bool outrider_dequantize_rows(const void* matrix, int64_t type, int64_t num_channels, int64_t width, const int64_t* rows,
                          int64_t num_rows, float* to, int64_t num_threads) {
   if (!are_all_there(rows, num_rows, num_channels)) return false;
-  of_blocks(form, matrix, [&](auto blocks) {
+  visit_blocks(type, matrix, [&](auto blocks) {
     typedef std::remove_const_t<std::remove_pointer_t<decltype(blocks)>> Block;
     const Interleaved<Block> interleaved(matrix, num_channels, width / Block::NUMBERS);
     auto is_same_panel = [&](int64_t i) { return rows[i] / LANES == rows[i - 1] / LANES; };
@@ -125,7 +125,7 @@ bool outrider_widen_rows(const void* matrix, int64_t form, int64_t num_channels,
       if (i > 0 && is_same_panel(i)) continue;  // with the first one
       int64_t end = i + 1;
       while (end < num_rows && is_same_panel(end)) end++;
-      widen_panel(interleaved, rows + i, end - i, to + i * width);
+      dequantize_panel(interleaved, rows + i, end - i, to + i * width);
     }
   });
   return true;
@@ -153,10 +153,10 @@ bool outrider_copy_rows(const RowCopy* copies, int64_t number, int64_t num_threa
 }
 
 // Some of its rows as files have them. Returns whether all rows are there.
-bool outrider_separate_rows(const void* matrix, int64_t form, int64_t num_channels, int64_t width, const int64_t* rows,
+bool outrider_separate_rows(const void* matrix, int64_t type, int64_t num_channels, int64_t width, const int64_t* rows,
                             int64_t num_rows, void* to, int64_t num_threads) {
   if (!are_all_there(rows, num_rows, num_channels)) return false;
-  of_blocks(form, to, [&](auto blocks) {
+  visit_blocks(type, to, [&](auto blocks) {
     typedef std::remove_const_t<std::remove_pointer_t<decltype(blocks)>> Block;
     const int64_t length = width / Block::NUMBERS;
     const Interleaved<Block> interleaved(matrix, num_channels, length);
