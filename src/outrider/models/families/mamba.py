@@ -73,7 +73,7 @@ def sizes_of(stated: Stated) -> Fields:
 
 
 def rates_of(numbers: Tensor) -> Tensor:
-    """Logarithms of the a_log of decay. In float64, since the last bit of PyTorch's float32 depends on its build."""
+    """Logarithms of the rates of decay. In float64, since the last bit of PyTorch's float32 depends on its build."""
     return numbers.neg().double().log().float()
 
 
@@ -89,7 +89,7 @@ CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def _falcon_h1(config: Any) -> Plan:
-    """Falcon-H1: attention and Mamba-2 beside it in each layer. Its multipliers are output_scales of products."""
+    """Falcon-H1: attention and Mamba-2 beside it in each layer. Its multipliers are factors of products."""
     check_silu(config)
     if config.mamba_rms_norm and config.mamba_norm_before_gate:
         raise NotPlanned("its plan does not know mamba_norm_before_gate=True")
@@ -208,7 +208,7 @@ def _nemotron_h(config: Any) -> Plan:
         final_norm=parts.rms(config, "model.norm_f"),
         ropes=(),
         embedding="model.embeddings.weight",
-        head=MatrixPlan("lm_head.weight"),  # never tied
+        lm_head=MatrixPlan("lm_head.weight"),  # never tied
     )
 
 
