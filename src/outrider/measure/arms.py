@@ -27,12 +27,8 @@ _NUM_WARM_UP_TOKENS = 8
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """A decoder and its options under a name.
-
-    Attributes:
-        draft: name of the draft; None for plain decoding.
-        num_draft_tokens: K; None for plain decoding.
-    """
+    """A decoder and its options under a name. ``draft``: name of the draft; None for plain decoding.
+    ``num_draft_tokens``: K; None for plain decoding."""
 
     name: str
     decoder: Decoder

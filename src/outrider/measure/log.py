@@ -85,11 +85,7 @@ class Header:
 
     @classmethod
     def of(cls, decoder: Decoder, options: Mapping[str, Any], *, has_probs: bool) -> Header:
-        """Header for the outputs of a decoder.
-
-        Args:
-            options: fields of ``Sampling``; the seed is left out.
-        """
+        """Header for the outputs of a decoder. ``options``: fields of ``Sampling``; the seed is left out."""
         return cls._of(model_json(decoder), Sampling(**{**options, "seed": None}), has_probs)
 
     @classmethod
@@ -110,12 +106,8 @@ class Header:
 
 
 class Log(NamedTuple):
-    """A log that was read.
-
-    Attributes:
-        records: in the order of the prompts.
-        num_failed: prompts that ended in an error, and have no record.
-    """
+    """A log that was read. ``records``: in the order of the prompts. ``num_failed``: prompts that ended in an error,
+    and have no record."""
 
     header: Header
     records: Sequence[Record]

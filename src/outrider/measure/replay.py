@@ -136,11 +136,8 @@ class RoundDistribution:
         )
 
     def draw(self, generator: np.random.Generator) -> tuple[list[tuple[int, int]], bool]:
-        """Sample rounds.
-
-        Returns:
-            (drafted, accepted) of each whole round, and whether the end of the sequence truncated another.
-        """
+        """Sample rounds. Returns (drafted, accepted) of each whole round, and whether the end of the sequence truncated
+        another."""
         rounds: list[tuple[int, int]] = []
         n, t = len(self.probs), 0
         while t < n:
@@ -373,12 +370,8 @@ def agreement(target_probs: Tensor, draft_probs: Tensor, token_ids: Tensor) -> T
 
 
 def summarise(replayed: Iterable[ReplayedRecord], ks: Sequence[int]) -> tuple[dict[int, list[Stats]], Interval | None]:
-    """Aggregate all records; each is released after counting.
-
-    Returns:
-        K -> the expected counts of rounds, by record; and an estimate of alpha, with an interval over the records: None
-        without a q or a p.
-    """
+    """Aggregate all records; each is released after counting. Returns K -> the expected counts of rounds, by record;
+    and an estimate of alpha, with an interval over the records: None without a q or a p."""
     counts: dict[int, list[Stats]] = {k: [] for k in ks}
     sums, nums = list[float](), list[int]()
     for one in replayed:

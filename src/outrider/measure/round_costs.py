@@ -50,11 +50,8 @@ def _average_of(lms: Sequence[LM]) -> Callable[[Sequence[float]], float]:
 
 
 class CostArm(NamedTuple):
-    """A pair and the K at which its rounds are timed. K = 0 is plain decoding.
-
-    Attributes:
-        max_k: the largest K of the run that is timed, if that is more than ``k``: some drafters feed as many columns.
-    """
+    """A pair and the K at which its rounds are timed. K = 0 is plain decoding. ``max_k``: the largest K of the run that
+    is timed, if that is more than ``k``: some drafters feed as many columns."""
 
     target: LM
     drafter: Drafter
@@ -178,12 +175,8 @@ def measure_costs(
     context: int,
     on_pass: Callable[[], None] = lambda: None,
 ) -> Costs:
-    """Time rounds of every draft and K, and plain ones, in turn.
-
-    Args:
-        ks: of each draft.
-        on_pass: called after warming up and after each pass: NUM_STEPS times.
-    """
+    """Time rounds of every draft and K, and plain ones, in turn. ``ks``: of each draft. ``on_pass``: called after
+    warming up and after each pass: NUM_STEPS times."""
     keys = [(name, k) for name in drafters for k in ks[name]]
     arms = [CostArm(target, NO_DRAFTER, 0), *(CostArm(target, drafters[name], k) for name, k in keys)]
     size: dict[str, int] = {"num_rows": num_rows, "length": context, "num_passes": _NUM_PLAN_PASSES}
@@ -232,11 +225,7 @@ class PairChoice:
 
 
 def choices(costs: Costs, counts: Mapping[tuple[str, int], Sequence[Stats]]) -> list[PairChoice]:
-    """Predictions for all drafts and K, fastest first.
-
-    Args:
-        counts: expected rounds of each draft and K, by sequence.
-    """
+    """Predictions for all drafts and K, fastest first. ``counts``: expected rounds of each draft and K, by sequence."""
     found = []
     for (draft, k), texts in counts.items():
         tokens = [one.num_generated_tokens for one in texts]

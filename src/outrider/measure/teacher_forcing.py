@@ -28,11 +28,8 @@ _MOST_LOGITS, _MOST_COLUMNS = 2**25, 128
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A text whose tokens from ``num_given`` (at least 1) on are scored.
-
-    Attributes:
-        num_prompt: tokens from here on count as output for penalties; None for ``num_given``.
-    """
+    """A text whose tokens from ``num_given`` (at least 1) on are scored. ``num_prompt``: tokens from here on count as
+    output for penalties; None for ``num_given``."""
 
     ids: Sequence[int]
     num_given: int = 1

@@ -177,12 +177,9 @@ class OutputFile:
     ) -> tuple[bytearray, int]:
         """Read the progress of earlier runs: whether each prompt of the file is done (one byte each: files may be
         large), and how many of those at these indices ended in an error. Cuts off an incomplete last line, or one with
-        zeros in it. ``settings_of`` tells the settings that this run would write for a prompt.
-
-        Raises:
-            FileError: a line belongs to another run (another prompt or other settings) or shard, or is not output at
-                all. The file is left unchanged.
-        """
+        zeros in it. ``settings_of`` tells the settings that this run would write for a prompt. Raises FileError: a line
+        belongs to another run (another prompt or other settings) or shard, or is not output at all. The file is left
+        unchanged."""
         finished = bytearray(len(prompts))
         if not _is_regular(self._stream):
             return finished, 0

@@ -29,10 +29,7 @@ class PromptFile:
 
     If the first non-blank line begins with ``{``, the file is JSON lines (see ``prompt_of``). A JSON array has the same
     objects as items, or strings. In any other file each non-blank line is a prompt. ``files`` closes opened files.
-
-    Raises:
-        FileError: with file and place. Lines are parsed on demand, an array at once.
-    """
+    Raises FileError: with file and place. Lines are parsed on demand, an array at once."""
 
     def __init__(self, path: Path, stream: IO[bytes], files: ExitStack) -> None:
         self.path, self._stream, self._kind = path, stream, _kind_of(stream)

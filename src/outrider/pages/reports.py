@@ -50,11 +50,7 @@ Report = tuple[Sequence[Table], Sequence[str]]  # tables, and lines below them
 
 
 def report_of(document: _Document) -> Report:
-    """Report of a document.
-
-    Args:
-        document: of analyze, compare, latency, plan or replay, as read from JSON.
-    """
+    """Report of a document. ``document``: of analyze, compare, latency, plan or replay, as read from JSON."""
     names: dict[str, str] = {}
     _map_names(document, lambda name: names.setdefault(name, name))
     short = dict(zip(names, short_names(names), strict=True))

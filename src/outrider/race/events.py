@@ -76,11 +76,7 @@ class RaceEvents:
         }
 
     def end(self, measured: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
-        """Event for the end.
-
-        Args:
-            measured: documents of the arms, if measured apart from the race.
-        """
+        """Event for the end. ``measured``: documents of the arms, if measured apart from the race."""
         arms = [{"stats": arm.stats.to_json(), "time_s": arm.timing.to_json()} for arm in self._progress]
         return {"type": "end", "arms": arms, "measured": list(measured)}
 

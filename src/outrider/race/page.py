@@ -38,12 +38,8 @@ HEADERS = {
 
 
 def recorded_page(events: Sequence[Mapping[str, Any]], document: Mapping[str, Any] | None = None) -> str:
-    """Self-contained page that replays a race, with tables below, and fetches nothing.
-
-    Args:
-        events: see outrider.race.events.
-        document: of ``outrider compare``, with the measurement after the race.
-    """
+    """Self-contained page that replays a race, with tables below, and fetches nothing. ``events``: see
+    outrider.race.events. ``document``: of ``outrider compare``, with the measurement after the race."""
     page, style, script = (read_file(name)[1] for name in ("race.html", "race.css", "race.js"))
     content = _policy(_hash(script), _hash(style), "")
     # A script ends at "</script" anywhere, and "<!--" would change where its end is looked for.

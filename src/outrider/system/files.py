@@ -147,12 +147,8 @@ def cache_folder(name: str) -> Path:
 
 @contextmanager
 def alone(path: Path, on_wait: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Let one process at a time run the context; the others wait. If files cannot be locked, none waits.
-
-    Args:
-        path: a lock file.
-        on_wait: called before this process waits.
-    """
+    """Let one process at a time run the context; the others wait. If files cannot be locked, none waits. ``path``: a
+    lock file. ``on_wait``: called before this process waits."""
     try:
         from filelock import FileLock, Timeout  # here, since files are fetched before anything is installed
     except ImportError:

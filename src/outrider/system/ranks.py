@@ -92,10 +92,7 @@ class Ranks:
 
     def follow(self, module: Any = None) -> None:
         """Make the calls of the first process until it ends. Raises DistError: it was killed, or has failed.
-
-        Args:
-            module: a share that this process has loaded itself (see ``take_part``).
-        """
+        ``module``: a share that this process has loaded itself (see ``take_part``)."""
         import torch
 
         if module is not None:
@@ -253,11 +250,8 @@ def join() -> Ranks:
 
 
 def take_part(module: Any = None) -> Ranks:
-    """Join the job. Only the first process returns: the others follow it, and exit when it does.
-
-    Args:
-        module: a shared model in memory, the first of the job; each process has loaded its share itself.
-    """
+    """Join the job. Only the first process returns: the others follow it, and exit when it does. ``module``: a shared
+    model in memory, the first of the job; each process has loaded its share itself."""
     is_new = _ranks.size == 1
     ranks = join()
     if ranks.rank:

@@ -120,11 +120,7 @@ def _named(pair: PairOptions, draft: str | None, context: typer.Context) -> Pair
 @dataclass(slots=True)
 class Conversation:
     """A chat; or one text that user and base model write in turn, where each part of the user is a line of its own.
-
-    Attributes:
-        options: of the chat template; None for a base model.
-        turns: text of the user, and answer, of each.
-    """
+    ``options``: of the chat template; None for a base model. ``turns``: text of the user, and answer, of each."""
 
     model: str
     options: ChatOptions | None

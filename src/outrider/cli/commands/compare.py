@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -14,23 +14,16 @@ from outrider.cli.shared.flat import flat
 from outrider.cli.shared.options import (
     EndOptions,
     GenerationConfigOption,
-    JsonOption,
     NumDraftTokensListOption,
+    ReportOptions,
     SamplingOptions,
     SeedOption,
     over_checkpoint,
     parse_k,
 )
-from outrider.cli.shared.output import (
-    console_for,
-    make_document,
-    print_report,
-    report_context_limit,
-    say,
-    write_document,
-)
+from outrider.cli.shared.output import report_context_limit, say
 from outrider.cli.shared.pair_options import PairOptions, options_json
-from outrider.cli.shared.progress import count_items, gather, progress
+from outrider.cli.shared.progress import measure_all, progress, warm_up_all
 from outrider.cli.shared.template_options import TemplateOptions, hint_at_chat, read_prompt
 from outrider.errors import OptionError, OutriderError
 from outrider.system.files import short_names, write_text
@@ -57,21 +50,18 @@ def compare(
     sampling: SamplingOptions,
     end: EndOptions,
     template: TemplateOptions,
-    prompt: Annotated[
-        str | None,
-        typer.Argument(
-            help="Text to continue, or with --chat to answer; - is standard input. Default: one that is built in; of a "
-            "model for chats, a task."
-        ),
-    ] = None,
+    *,
+    prompt: str | None = typer.Argument(
+        None,
+        help="Text to continue, or with --chat to answer; - is standard input. Default: one that is built in; of a "
+        "model for chats, a task.",
+    ),
     num_draft_tokens: NumDraftTokensListOption = "4",
-    num_runs: Annotated[int, typer.Option(help="Measured runs of each arm, in turn, after the race.")] = 5,
+    num_runs: int = typer.Option(5, help="Measured runs of each arm, in turn, after the race."),
     seed: SeedOption = 0,
-    html: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write an HTML page: the race, then tables.")
-    ] = None,
+    html: Path | None = typer.Option(None, metavar="FILE", help="Write an HTML page: the race, then tables."),
     generation_config: GenerationConfigOption = "auto",
-    json_target: JsonOption = None,
+    report: ReportOptions,
 ) -> None:
     """Race plain against speculative decoding. The speed-up is measured, with its 95% interval.
 
@@ -88,7 +78,7 @@ def compare(
 
     decoder = pair.load()
 
-    from outrider.measure.arms import Arm, Case, arms_by_k, interleave, names_of_drafts, summarise, warm_up
+    from outrider.measure.arms import Arm, Case, arms_by_k, names_of_drafts
     from outrider.race.events import RaceEvents
 
     if prompt is None:
@@ -103,10 +93,8 @@ def compare(
     for name, drafter in pair.load_drafts(decoder).items():
         arms += arms_by_k(replace(decoder, drafter=drafter), name, ks)
     cases = [Case(run, asked, seed + run) for run in range(num_runs)]
-    with progress("warming up", len(arms)) as advance:
-        for arm in count_items(arms, advance):
-            warm_up([arm], cases, options)
-    console = console_for(json_target)
+    warm_up_all(arms, cases, options)
+    console = report.console()
     console.print(prompt, style="dim", markup=False, soft_wrap=not console.is_terminal)
     # The race is not measured: drawing between rounds would slow the arm with the most rounds.
     events, rounds = RaceEvents(arms, cases[0], options), []
@@ -116,10 +104,7 @@ def compare(
             rounds.append(events.round(arms.index(arm), chunk))
 
     shown = _show_race(console, arms, cases[0], options | {"reports_drafts": html is not None}, record)
-    measurements, is_interrupted = gather(interleave(arms, cases, options), num_runs * len(arms), "measuring, runs")
-    summaries = summarise(measurements, arms)
-    if not summaries:
-        raise typer.Exit(130)
+    summaries, is_interrupted = measure_all(arms, cases, options, "measuring, runs")
     with progress("comparing the texts"):
         same, is_stopped = _same_bytes(summaries, cases, options)
     is_interrupted |= is_stopped
@@ -131,10 +116,8 @@ def compare(
         "is_interrupted": is_interrupted,
     }
     more = {"draft": names_of_drafts(arms), "prompt": prompt, "num_draft_tokens": ks, "num_runs": num_runs}
-    document = make_document("compare", options_json(pair, options, **more, **template.to_json()), body, decoder)
-    print_report(console, document)
-    if json_target is not None:
-        write_document(json_target, document)
+    settings = options_json(pair, options, **more, **template.to_json())
+    document = report.finish("compare", settings, body, decoder)
     if html is not None:
         from outrider.race.page import recorded_page
 

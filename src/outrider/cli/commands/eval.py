@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
+from typer import Option
 
 from outrider.cli.shared.flat import flat
 from outrider.cli.shared.options import JsonOption, NumDraftTokensOption, SamplingOptions, SeedOption
@@ -24,8 +24,8 @@ def multiplication(
     pair: PairOptions,
     sampling: SamplingOptions,
     num_draft_tokens: NumDraftTokensOption = None,
-    num_prompts: Annotated[int, typer.Option(min=1, help="Problems to solve.")] = 600,
-    batch_size: Annotated[int, typer.Option(min=1, help="Problems solved concurrently.")] = 8,
+    num_prompts: int = Option(600, min=1, help="Problems to solve."),
+    batch_size: int = Option(8, min=1, help="Problems solved concurrently."),
     seed: SeedOption = 0,
     json_target: JsonOption = None,
 ) -> None:

@@ -7,9 +7,10 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
+from typer import Argument, Option
 
 from outrider.cli.shared.findings import difference_lines
 from outrider.cli.shared.flat import flat
@@ -18,7 +19,6 @@ from outrider.cli.shared.options import (
     GenerationConfigOption,
     JsonOption,
     NumDraftTokensOption,
-    ProbsOption,
     SamplingOptions,
     StructureOptions,
     check_constraint,
@@ -54,37 +54,27 @@ def generate(
     structure: StructureOptions,
     template: TemplateOptions,
     cluster: RayOptions,
-    prompt: Annotated[
-        str | None, typer.Argument(help="Prompt, which may stand alone. Default, and -: standard input.")
-    ] = None,
-    prompts: Annotated[
-        Path | None,
-        typer.Option(
-            help="File of prompts. Plain lines, or JSON lines (or an array) with 'prompt' or 'messages' and optional "
-            "sampling options."
-        ),
-    ] = None,
-    output: Annotated[
-        Path | None, typer.Option(help="With --prompts: write JSON lines. An interrupted run resumes.")
-    ] = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="With --prompts: so many at once.")] = 1,
-    shard: Annotated[
-        str | None,
-        typer.Option(metavar="I/N", help="With --prompts: run part I of N. Each with its own --output file."),
-    ] = None,
+    prompt: str | None = Argument(None, help="Prompt, which may stand alone. Default, and -: standard input."),
+    prompts: Path | None = Option(
+        None,
+        help="File of prompts. Plain lines, or JSON lines (or an array) with 'prompt' or 'messages' and optional "
+        "sampling options.",
+    ),
+    output: Path | None = Option(None, help="With --prompts: write JSON lines. An interrupted run resumes."),
+    batch_size: int = Option(1, min=1, help="With --prompts: so many at once."),
+    shard: str | None = Option(
+        None, metavar="I/N", help="With --prompts: run part I of N. Each with its own --output file."
+    ),
     num_draft_tokens: NumDraftTokensOption = None,
-    seed: Annotated[int | None, typer.Option(help="Prompt i gets this seed + i. Default: random.")] = None,
-    logprobs: Annotated[
-        int | None, typer.Option(help="Add log-probabilities to the JSON. Of each token, and of the N most probable.")
-    ] = None,
-    probs: ProbsOption = False,
-    show_origin: Annotated[
-        bool, typer.Option("--show-origin", help="Colour tokens by origin. Accepted, correction or bonus.")
-    ] = False,
-    verify_bytes: Annotated[
-        bool,
-        typer.Option("--verify-bytes", help="Generate without the draft, too. Differences are explained; exit code 1."),
-    ] = False,
+    seed: int | None = Option(None, help="Prompt i gets this seed + i. Default: random."),
+    logprobs: int | None = Option(
+        None, help="Add log-probabilities to the JSON. Of each token, and of the N most probable."
+    ),
+    probs: bool = Option(False, "--probs", help="Keep p of each token. Replays of sampled outputs need it."),
+    show_origin: bool = Option(False, "--show-origin", help="Colour tokens by origin. Accepted, correction or bonus."),
+    verify_bytes: bool = Option(
+        False, "--verify-bytes", help="Generate without the draft, too. Differences are explained; exit code 1."
+    ),
     generation_config: GenerationConfigOption = "auto",
     json_target: JsonOption = None,
 ) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
+from typer import Option
 
 from outrider.cli.shared.flat import flat
-from outrider.cli.shared.options import JsonOption, parse_numbers
+from outrider.cli.shared.options import JsonOption, ModelsOption, parse_numbers
 from outrider.cli.shared.output import FILE_WIDTH, console_for, show_table, write_json
 from outrider.cli.shared.progress import progress
 from outrider.errors import OptionError
@@ -26,12 +26,12 @@ _USED = 0.9  # of the memory: the rest is for caches and activations
 
 @flat
 def models(
-    models: Annotated[Path | None, typer.Option("--models", help="TOML file with more model names.")] = None,
-    target: Annotated[
-        str | None, typer.Option(help="Predict the memory of this model. In all forms; known name, folder or hub id.")
-    ] = None,
-    devices: Annotated[str, typer.Option(help="With --target: tensor-parallel sizes, like 1,2,4,8.")] = "1",
-    dtype: Annotated[str, typer.Option(help="Assumed dtype: float64, float32, bfloat16 or float16.")] = "bfloat16",
+    models: ModelsOption = None,
+    target: str | None = Option(
+        None, help="Predict the memory of this model. In all forms; known name, folder or hub id."
+    ),
+    devices: str = Option("1", help="With --target: tensor-parallel sizes, like 1,2,4,8."),
+    dtype: str = Option("bfloat16", help="Assumed dtype: float64, float32, bfloat16 or float16."),
     json_target: JsonOption = None,
 ) -> None:
     """List the known models, with their sizes. Add your own names in a TOML file.

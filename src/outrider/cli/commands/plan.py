@@ -7,13 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
+from typer import Context, Option
 
 from outrider.cli.shared.flat import flat
 from outrider.cli.shared.options import (
     GenerationConfigOption,
+    NumTokensOption,
     ReportOptions,
     SamplingOptions,
     SeedOption,
@@ -37,33 +38,26 @@ _KNOWN = {"alpha": "0 <= alpha <= 1", "c": "c >= 0", "v": "v > 0", "c_ops": "c_o
 
 @flat
 def plan(
-    command: typer.Context,
+    command: Context,
     pair: PairOptions,
     sampling: SamplingOptions,
     template: TemplateOptions,
     report: ReportOptions,
-    num_draft_tokens: Annotated[
-        str | None,
-        typer.Option(
-            "-k", "--num-draft-tokens", help="K to choose from, like 1-8. Default: 1-16; a few with CUDA graphs."
-        ),
-    ] = None,
-    prompts: Annotated[Path | None, typer.Option(help="File of prompts for the target. Default: 15 sentences.")] = None,
-    log: Annotated[
-        Path | None, typer.Option(help="Output of generate --output --probs, whose sampling options hold.")
-    ] = None,
-    max_new_tokens: Annotated[int, typer.Option("-n", "--max-new-tokens", help="Tokens to generate per prompt.")] = 64,
-    batch_size: Annotated[str, typer.Option(help="One or several: 1,4.")] = "1",
-    context: Annotated[str, typer.Option(help="Lengths when rounds are timed: 64,512.")] = "64",
+    num_draft_tokens: str | None = Option(
+        None, "-k", "--num-draft-tokens", help="K to choose from, like 1-8. Default: 1-16; a few with CUDA graphs."
+    ),
+    prompts: Path | None = Option(None, help="File of prompts for the target. Default: 15 sentences."),
+    log: Path | None = Option(None, help="Output of generate --output --probs, whose sampling options hold."),
+    max_new_tokens: NumTokensOption = 64,
+    batch_size: str = Option("1", help="One or several: 1,4."),
+    context: str = Option("64", help="Lengths when rounds are timed: 64,512."),
     seed: SeedOption = 0,
-    what_if: Annotated[
-        str | None,
-        typer.Option(
-            help="Predict from numbers: alpha=0.8,c=0.05. alpha: acceptance probability of a "
-            "drafted token; c: cost of a draft step over a plain step; v, cost of a verify over a plain step "
-            "(default: 1); c_ops, operations of a draft step over a plain step (default: c)."
-        ),
-    ] = None,
+    what_if: str | None = Option(
+        None,
+        help="Predict from numbers: alpha=0.8,c=0.05. alpha: acceptance probability of a drafted token; c: cost of a "
+        "draft step over a plain step; v, cost of a verify over a plain step (default: 1); c_ops, operations of a "
+        "draft step over a plain step (default: c).",
+    ),
     generation_config: GenerationConfigOption = "auto",
 ) -> None:
     """Predict the speed-up of every draft and K. From measured costs and acceptance; the result may be: no draft."""

@@ -8,7 +8,7 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Argument, Context, Option
 
 from outrider.cli.shared.flat import flat
 from outrider.cli.shared.options import MODELS_PANEL, BatchSizeOption, ReportOptions, check_alone, parse_constant_k
@@ -31,55 +31,40 @@ _OF_ROUNDS = "log", "per_prompt", "num_draft_tokens", "tokens_per_prompt", "json
 
 @flat
 def replay(
-    context: typer.Context,
+    context: Context,
     drafts: DraftOptions,
     report: ReportOptions,
-    log: Annotated[Path, typer.Argument(help="Output file of generate. With --per-prompt: or a file of rounds.")],
-    target: Annotated[
-        str | None,
-        typer.Option(
-            help="Target of the log, for drafts that need it. Heads, which read its hidden states, and drafts whose "
-            "tokens depend on where a round began.",
-            rich_help_panel=MODELS_PANEL,
-        ),
-    ] = None,
-    num_draft_tokens: Annotated[
-        str | None,
-        typer.Option(
-            "-k",
-            "--num-draft-tokens",
-            help="One or several K: 4, 1-8, 1,2,4. Default: 1-8; of cumulative counts: the most accepted in a round.",
-            rich_help_panel=MODELS_PANEL,
-        ),
-    ] = None,
+    log: Annotated[Path, Argument(help="Output file of generate. With --per-prompt: or a file of rounds.")],
+    target: str | None = Option(
+        None,
+        help="Target of the log, for drafts that need it. Heads, which read its hidden states, and drafts whose "
+        "tokens depend on where a round began.",
+        rich_help_panel=MODELS_PANEL,
+    ),
+    num_draft_tokens: str | None = Option(
+        None,
+        *("-k", "--num-draft-tokens"),
+        help="One or several K: 4, 1-8, 1,2,4. Default: 1-8; of cumulative counts: the most accepted in a round.",
+        rich_help_panel=MODELS_PANEL,
+    ),
     batch_size: BatchSizeOption = 8,
-    per_prompt: Annotated[
-        bool,
-        typer.Option(
-            "--per-prompt",
-            help="Summarise rounds by prompt and category. Of the log, drawn at random; or of a file: the --output of "
-            "generate, or lines of cumulative counts like [3, 5] (decoding-speculative-decoding), where a decrease "
-            "starts a new prompt, unless --tokens-per-prompt is given.",
-        ),
-    ] = False,
-    tokens_per_prompt: Annotated[
-        int | None, typer.Option(help="For cumulative counts: tokens generated per prompt.")
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Seed for --per-prompt. Rounds over sampled logs are random.")] = 0,
-    log_format: Annotated[
-        str,
-        typer.Option(
-            "--format",
-            help="Of the log: outrider or tensors. tensors: printed output ids of greedy decoding without prompts "
-            "(decoding-speculative-decoding), which needs --prompts and --tokenizer-of.",
-        ),
-    ] = "outrider",
-    prompts: Annotated[
-        Path | None, typer.Option(help="With --format tensors: the prompts, in the order of the log.")
-    ] = None,
-    tokenizer_of: Annotated[
-        str | None, typer.Option(help="With --format tensors: the model that the ids belong to.")
-    ] = None,
+    per_prompt: bool = Option(
+        False,
+        "--per-prompt",
+        help="Summarise rounds by prompt and category. Of the log, drawn at random; or of a file: the --output of "
+        "generate, or lines of cumulative counts like [3, 5] (decoding-speculative-decoding), where a decrease "
+        "starts a new prompt, unless --tokens-per-prompt is given.",
+    ),
+    tokens_per_prompt: int | None = Option(None, help="For cumulative counts: tokens generated per prompt."),
+    seed: int = Option(0, help="Seed for --per-prompt. Rounds over sampled logs are random."),
+    log_format: str = Option(
+        "outrider",
+        "--format",
+        help="Of the log: outrider or tensors. tensors: printed output ids of greedy decoding without prompts "
+        "(decoding-speculative-decoding), which needs --prompts and --tokenizer-of.",
+    ),
+    prompts: Path | None = Option(None, help="With --format tensors: the prompts, in the order of the log."),
+    tokenizer_of: str | None = Option(None, help="With --format tensors: the model that the ids belong to."),
 ) -> None:
     """Compute tokens per round of drafts from a log. For every draft and K, without generating it again."""
     if tokens_per_prompt is not None and tokens_per_prompt < 1:

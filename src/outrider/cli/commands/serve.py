@@ -10,9 +10,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
+from typer import Option
 
 from outrider.cli.shared.flat import flat
 from outrider.cli.shared.options import GenerationConfigOption, field_of, parse_k
@@ -99,15 +99,12 @@ class ServeOptions:
 def serve(
     pair: PairOptions,
     given: ServeOptions,
-    num_draft_tokens: Annotated[
-        str,
-        typer.Option(
-            "-k",
-            "--num-draft-tokens",
-            help="Tokens drafted per round, or auto. auto adapts K to the load; requests with a seed use 4.",
-            rich_help_panel="Models",
-        ),
-    ] = "auto",
+    num_draft_tokens: str = Option(
+        "auto",
+        *("-k", "--num-draft-tokens"),
+        help="Tokens drafted per round, or auto. auto adapts K to the load; requests with a seed use 4.",
+        rich_help_panel="Models",
+    ),
     generation_config: GenerationConfigOption = "auto",
 ) -> None:
     """Serve a target and its draft over OpenAI's API.

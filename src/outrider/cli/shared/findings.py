@@ -136,11 +136,8 @@ def report_findings(
     html: Path | None,
     show: Callable[[Console], None],
 ) -> None:
-    """Show the findings, write their document and page, and exit with the code of the verdict.
-
-    Args:
-        show: prints the findings.
-    """
+    """Show the findings, write their document and page, and exit with the code of the verdict. ``show``: prints the
+    findings."""
     import shlex
 
     from rich.console import Console

@@ -74,11 +74,7 @@ def log_to_stderr(name: str = "outrider") -> None:
 
 def console_for(json_target: str | None, *, has_colours: bool | None = None) -> Console:
     """Console for human-readable output: standard error with ``--json -``, so that standard output holds only the
-    document.
-
-    Args:
-        has_colours: True for files and pipes too (``less -R``); None only for terminals.
-    """
+    document. ``has_colours``: True for files and pipes too (``less -R``); None only for terminals."""
     from rich.console import Console
 
     console = Console(stderr=json_target == "-", highlight=False, emoji=False, force_terminal=has_colours)
@@ -88,11 +84,8 @@ def console_for(json_target: str | None, *, has_colours: bool | None = None) -> 
 
 
 def print_table(console: Console, table: rich.table.Table, width: int = 80) -> None:
-    """Print a table. A narrower terminal wraps lines instead of cutting numbers off.
-
-    Args:
-        width: columns that the table needs.
-    """
+    """Print a table. A narrower terminal wraps lines instead of cutting numbers off. ``width``: columns that the table
+    needs."""
     from rich.measure import Measurement
 
     if console.width < width:
@@ -106,11 +99,7 @@ def print_command(console: Console, command: str) -> None:
 
 
 def report_context_limit(model: str, context_len: int, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
-    """Warn on standard error if the target's context ends outputs before ``-n``.
-
-    Args:
-        prompts: token ids of each.
-    """
+    """Warn on standard error if the target's context ends outputs before ``-n``. ``prompts``: token ids of each."""
     longest = max(map(len, prompts))
     if longest + max_new_tokens > context_len:
         prompt = "prompt" if len(prompts) == 1 else "longest prompt"
@@ -122,11 +111,7 @@ def report_context_limit(model: str, context_len: int, prompts: Sequence[Sequenc
 
 def check_files(values: Mapping[str, Any]) -> None:
     """Check before the work that outputs can be written, and that none overwrites an input or another output. Raises
-    OptionError, FileError.
-
-    Args:
-        values: the command's parameters. Paths that are no outputs are inputs.
-    """
+    OptionError, FileError. ``values``: the command's parameters. Paths that are no outputs are inputs."""
     taken: set[Path] = set()
     for name, value in values.items():
         for one in () if name in _OUTPUTS else value if isinstance(value, list) else [value]:
@@ -188,12 +173,8 @@ def make_document(
     *,
     origin: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Document of a command, as it reads back from JSON.
-
-    Args:
-        ran: the decoder or model that ran, if any; device, dtype and end tokens go into the provenance.
-        origin: the provenance, if the model ran in another process.
-    """
+    """Document of a command, as it reads back from JSON. ``ran``: the decoder or model that ran, if any; device, dtype
+    and end tokens go into the provenance. ``origin``: the provenance, if the model ran in another process."""
     origin = origin_of(ran) if origin is None else origin
     return as_read({"schema": title_of(command), "options": options, **body, "provenance": origin})
 
@@ -211,11 +192,7 @@ def write_json(
 
 
 def origin_of(ran: Decoder | LM | None) -> dict[str, Any]:
-    """Provenance of a document.
-
-    Args:
-        ran: see ``make_document``.
-    """
+    """Provenance of a document. ``ran``: see ``make_document``."""
     from outrider.decoder import Decoder
     from outrider.system.provenance import provenance
 

@@ -126,11 +126,8 @@ class PairOptions:
         return self.single_draft
 
     def load(self, *, generation_config: str = "none") -> Decoder:
-        """Load the target, without a draft.
-
-        Args:
-            generation_config: see ``outrider.load``. Commands state all sampling options; the server's clients do not.
-        """
+        """Load the target, without a draft. ``generation_config``: see ``outrider.load``. Commands state all sampling
+        options; the server's clients do not."""
         with progress(f"loading libraries, for {short_name(self.target)}"):
             from outrider import load
 

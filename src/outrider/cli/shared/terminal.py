@@ -19,11 +19,7 @@ _TAB = 8
 
 class Writer:
     """Writes pieces of text at once. On a terminal, a word that would cross the edge moves to the next line; elsewhere
-    the text is left as it is.
-
-    Args:
-        console: at the beginning of a line.
-    """
+    the text is left as it is. ``console``: at the beginning of a line."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -32,11 +28,7 @@ class Writer:
         self._word: list[tuple[str, str]] = []
 
     def write_chunk(self, chunk: Chunk, styles: Mapping[str, str]) -> None:
-        """Write the text of a chunk at once.
-
-        Args:
-            styles: of tokens, by origin; see ``rich.style``.
-        """
+        """Write the text of a chunk at once. ``styles``: of tokens, by origin; see ``rich.style``."""
         for text, origin in chunk.pieces:
             self.write(text, styles.get(origin, ""))
         self._console.file.flush()
