@@ -21,7 +21,7 @@ from outrider.cli.shared.options import (
     check_alone,
 )
 from outrider.cli.shared.output import as_read, make_document
-from outrider.cli.shared.pair_options import MachineOptions, PairOptions, options_json
+from outrider.cli.shared.pair_options import MachineOptions, options_json
 from outrider.cli.shared.progress import progress
 from outrider.cli.shared.server_samples import ServerSamples
 from outrider.cli.shared.template_options import TemplateOptions
@@ -87,7 +87,7 @@ def certify_samples(
     files = [path for _, _, path in servers.files(file)] or [file]
     lines = [read_samples(path, _NAMES) for path in files] if servers.server is None else []
 
-    pair = PairOptions(target=target, draft=[draft], **asdict(machine))
+    pair = replace(machine, target=target, draft=[draft])
     plain = pair.load()
     decoder = replace(plain, drafter=pair.load_draft(plain, draft))
     if not lines:

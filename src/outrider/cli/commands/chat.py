@@ -26,7 +26,7 @@ from outrider.cli.shared.output import console_for, say
 from outrider.cli.shared.pair_options import PairOptions, single_k
 from outrider.cli.shared.progress import until_first
 from outrider.cli.shared.template_options import TemplateOptions
-from outrider.cli.shared.terminal import Writer, without_caret
+from outrider.cli.shared.terminal import write_chunks
 from outrider.errors import FileError, OptionError, OutriderError
 from outrider.system.files import short_name, short_names
 
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from outrider.decoder import Decoder
-    from outrider.records import Chunk
     from outrider.requests.session import Session
     from outrider.text.chat import Chat, ChatOptions
 
@@ -182,21 +181,10 @@ def _answer(
     from outrider.records import Completion, Timing
 
     ids = decoder.encode(prompt)
-    chunks: list[Chunk] = []
-    writer = Writer(console)
-    with _interrupts() as is_interrupted, without_caret():
+    with _interrupts() as is_interrupted:
         stream = until_first(session.stream(ids, **options), f"reading {len(ids):,} tokens")
-        try:
-            for chunk in stream:
-                chunks.append(chunk)
-                writer.write_chunk(chunk, _STYLES)
-                if is_interrupted():
-                    break
-        except KeyboardInterrupt:
-            pass
-        finally:
-            del stream  # cancels the row
-            writer.end()
+        chunks, _ = write_chunks(stream, console, _STYLES, is_over=is_interrupted)
+        del stream  # cancels the row
     if options["seed"] is not None:
         options["seed"] += 1
     if not chunks:

@@ -29,7 +29,7 @@ from outrider.cli.shared.pair_options import PairOptions, single_k
 from outrider.cli.shared.progress import progress, until_first
 from outrider.cli.shared.ray_workers import RayOptions, open_ray_workers
 from outrider.cli.shared.template_options import TemplateOptions, hint_at_chat, read_prompt
-from outrider.cli.shared.terminal import Writer, without_caret
+from outrider.cli.shared.terminal import write_chunks
 from outrider.errors import OptionError
 from outrider.options import Sampling
 
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from outrider.cli.shared.prompt_job import Setup, Workers
     from outrider.decoder import Decoder
     from outrider.offline.output_file import Totals
-    from outrider.records import Chunk
 
 _STYLES = {"accepted": "green", "correction": "bold red", "bonus": "bold blue"}
 
@@ -180,20 +179,9 @@ def _show(
 
     ids = setup.encode(decoder, prompt)
     report_context_limit(decoder.target.name, decoder.target.context_len, [ids], setup.options["max_new_tokens"])
-    chunks: list[Chunk] = []
-    writer = Writer(console)
     stream = until_first(decoder.stream(ids, **setup.options), f"reading {len(ids):,} tokens")
-    with without_caret():
-        try:
-            for chunk in stream:
-                if not chunks and console.file.isatty():
-                    writer.write(prompt, "dim")
-                chunks.append(chunk)
-                writer.write_chunk(chunk, _STYLES if has_colours else {})
-        except KeyboardInterrupt:
-            totals.is_interrupted = True
-        finally:
-            writer.end()
+    before, styles = prompt if console.file.isatty() else "", _STYLES if has_colours else {}
+    chunks, totals.is_interrupted = write_chunks(stream, console, styles, before=before)
     if has_colours:
         console.print("  ".join(f"[{style}]{origin}[/]" for origin, style in _STYLES.items()))
     hint_at_chat(decoder, [setup.template.prompt(prompt)])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,10 +13,10 @@ from typer import Argument, Context, Option
 from outrider.cli.shared.flat import flat
 from outrider.cli.shared.options import MODELS_PANEL, BatchSizeOption, ReportOptions, check_alone, parse_constant_k
 from outrider.cli.shared.output import say, show_table
-from outrider.cli.shared.pair_options import DraftOptions, PairOptions, set_threads
+from outrider.cli.shared.pair_options import DRAFT_OPTIONS, DraftOptions, set_threads
 from outrider.cli.shared.progress import count_items, progress
 from outrider.errors import FileError, OptionError
-from outrider.options import DEFAULT_ACCEPTANCE, Sampling
+from outrider.options import AUTO, DEFAULT_ACCEPTANCE, Sampling
 
 if TYPE_CHECKING:
     from outrider.drafters.base import Drafter
@@ -106,10 +106,9 @@ def replay(
     if drafts.acceptance not in PREDICTED_RULES:
         raise OptionError("--acceptance", drafts.acceptance, f"choose one of {', '.join(PREDICTED_RULES)}")
     set_threads(drafts.threads)
-    decoder = pair = None
+    decoder = None
     if target is not None:
-        pair = PairOptions(target, **asdict(replace(drafts, acceptance=DEFAULT_ACCEPTANCE)))
-        decoder = pair.load()
+        decoder = replace(drafts, target=target, acceptance=DEFAULT_ACCEPTANCE).load()
     header: Header
     records: Sequence[Record]
     if prompts is not None and tokenizer_of is not None:
@@ -119,11 +118,13 @@ def replay(
         header, records = opened.header, opened.records
         if opened.num_failed:
             say(f"{log}: prompts without an output are left out ({opened.num_failed})")
-    how: dict[str, Any] = {"device": drafts.device, "dtype": drafts.dtype, "allow_pickle": drafts.allow_pickle}
+    how: dict[str, Any] = {name: getattr(drafts, name) for name in ("device", "dtype", "allow_pickle")}
     how |= {"header": header, "models_file": drafts.models, "corpus": drafts.corpus or ()}
+    names = replace(drafts, target=header.target).draft_names
+    if drafts.draft is None:  # auto needs the target
+        names = ["suffix" if name == AUTO else name for name in names]
     loaded: dict[str, Drafter] = dict(
-        (name, load_draft(name, **how)) if pair is None or decoder is None else pair.load_named(decoder, name)
-        for name in drafts.names(header.target)
+        (name, load_draft(name, **how)) if decoder is None else drafts.load_named(decoder, name) for name in names
     )
     drawn: dict[RecordedArm, list[PromptRounds]] = {}
 
@@ -147,7 +148,8 @@ def replay(
             counts, alpha = summarise(count_items(draw(replayed, name), advance), ks)
             body["drafts"].append({"draft": name, "alpha": alpha and alpha.to_json()})
             body["arms"] += [RecordedArm(name, k, drafts.acceptance)._asdict() | counts_json(counts[k]) for k in ks]
-    settings = asdict(drafts) | {"target": target, "draft": [*loaded], "num_draft_tokens": ks, "log": str(log)}
+    settings: dict[str, Any] = {name: getattr(drafts, name) for name in DRAFT_OPTIONS}
+    settings |= {"target": target, "draft": [*loaded], "num_draft_tokens": ks, "log": str(log)}
     settings |= {"format": log_format, "prompts": prompts and str(prompts), "tokenizer_of": tokenizer_of}
     settings |= {"batch_size": batch_size, "seed": seed, "models": drafts.models and str(drafts.models)}
     ran = next((lm for drafter in loaded.values() for lm in drafter.models), None)
