@@ -102,10 +102,8 @@ def open_output(path: Path) -> Iterator[OutputFile]:
     """Open the output file for this process alone. A file that was made here and is empty at the end is removed. Raises
     FileError: it cannot be written, or another process writes to it."""
     existed = path.exists()
-    stream = _open(path)
-    while _is_regular(stream) and not _is_at(stream, path):  # another run has removed the file before it was locked
-        stream.close()
-        stream = _open(path)
+    while _is_regular(stream := _open(path)) and not _is_at(stream, path):
+        stream.close()  # another run has removed the file before it was locked
     try:
         yield OutputFile(path, stream)
     finally:

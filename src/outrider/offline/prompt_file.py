@@ -113,16 +113,11 @@ def read_prompts(path: Path) -> list[PromptLine]:
     """Read all prompts, for commands without per-prompt sampling options. Raises FileError, with file and line."""
     with open_prompts(path) as prompts:
         lines = list(prompts)
-    check_without_options(path, lines)
-    return lines
-
-
-def check_without_options(path: Path, lines: Iterable[PromptLine]) -> None:
-    """Raises FileError: a prompt has sampling options of its own."""
     for line in lines:
         for name in line.options:
             message = f"this command does not support per-prompt options ({name!r}), only 'outrider generate' does"
             raise FileError(f"{path}, {line.place}: {message}: give them on the command line, for all prompts")
+    return lines
 
 
 def parse_shard(text: str | None) -> slice:

@@ -12,16 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from outrider.cli.shared import options as shared
 from outrider.cli.shared.flat import flat
-from outrider.cli.shared.options import (
-    EndOptions,
-    GenerationConfigOption,
-    NumDraftTokensOption,
-    SamplingOptions,
-    is_given,
-    not_given,
-    over_checkpoint,
-)
 from outrider.cli.shared.output import console_for, say
 from outrider.cli.shared.pair_options import PairOptions, single_k
 from outrider.cli.shared.progress import until_first
@@ -53,19 +45,19 @@ Ctrl-C        stop the answer, and keep what there is of it"""
 def chat(
     context: typer.Context,
     pair: PairOptions,
-    sampling: SamplingOptions,
-    end: EndOptions,
+    sampling: shared.SamplingOptions,
+    end: shared.EndOptions,
     template: TemplateOptions,
     draft_name: Annotated[str | None, typer.Argument(metavar="DRAFT", help="In place of --draft.")] = None,
-    num_draft_tokens: NumDraftTokensOption = None,
+    num_draft_tokens: shared.NumDraftTokensOption = None,
     seed: Annotated[int | None, typer.Option(help="Base seed; answer i gets seed + i. Default: random.")] = None,
-    generation_config: GenerationConfigOption = "auto",
+    generation_config: shared.GenerationConfigOption = "auto",
 ) -> None:
     """Chat with a model: smollm2 if it is installed, else fable. Accepted drafted tokens are underlined.
 
     Each line of standard input is a message. A model without a chat template continues the text instead."""
     pair = _named(pair, draft_name, context)
-    sampling = over_checkpoint(sampling, context, generation_config, pair.target, pair.models)
+    sampling = shared.over_checkpoint(sampling, context, generation_config, pair.target, pair.models)
     draft, k = pair.single_draft, single_k(num_draft_tokens, pair, sampling, seed)
     sampling.to_options(seed=seed, num_seeds=1)
     decoder = pair.load()
@@ -78,7 +70,7 @@ def chat(
     if is_chat:
         is_open = generation_config != "none" and sampling.temperature > 0
         if is_open and not stated_sampling(resolve(pair.target, pair.models)).options:
-            taken = not_given(context, FOR_CHATS)
+            taken = shared.not_given(context, FOR_CHATS)
             sampling = replace(sampling, **taken)
             if taken:
                 notes.append(f"sampling: {values_text(taken)}, since {name} states none")
@@ -112,7 +104,7 @@ def _named(pair: PairOptions, draft: str | None, context: typer.Context) -> Pair
         if pair.draft is not None:
             raise OptionError("--draft", ", ".join(pair.draft), f"give it or the argument {draft!r}, not both")
         return replace(pair, draft=[draft])
-    is_open = pair.draft is None and context.params["first"] is None and not is_given(context, "target")
+    is_open = pair.draft is None and context.params["first"] is None and not shared.is_given(context, "target")
     return replace(pair, target=_SMALL_CHAT) if is_open and is_local(known_models()[_SMALL_CHAT]) else pair
 
 

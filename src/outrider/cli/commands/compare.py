@@ -9,18 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from outrider.cli.shared import options as shared
 from outrider.cli.shared.findings import difference_lines
 from outrider.cli.shared.flat import flat
-from outrider.cli.shared.options import (
-    EndOptions,
-    GenerationConfigOption,
-    NumDraftTokensListOption,
-    ReportOptions,
-    SamplingOptions,
-    SeedOption,
-    over_checkpoint,
-    parse_k,
-)
 from outrider.cli.shared.output import report_context_limit, say
 from outrider.cli.shared.pair_options import PairOptions, options_json
 from outrider.cli.shared.progress import measure_all, progress, warm_up_all
@@ -47,8 +38,8 @@ _TASK = (
 def compare(
     command: typer.Context,
     pair: PairOptions,
-    sampling: SamplingOptions,
-    end: EndOptions,
+    sampling: shared.SamplingOptions,
+    end: shared.EndOptions,
     template: TemplateOptions,
     *,
     prompt: str | None = typer.Argument(
@@ -56,18 +47,18 @@ def compare(
         help="Text to continue, or with --chat to answer; - is standard input. Default: one that is built in; of a "
         "model for chats, a task.",
     ),
-    num_draft_tokens: NumDraftTokensListOption = "4",
+    num_draft_tokens: shared.NumDraftTokensListOption = "4",
     num_runs: int = typer.Option(5, help="Measured runs of each arm, in turn, after the race."),
-    seed: SeedOption = 0,
+    seed: shared.SeedOption = 0,
     html: Path | None = typer.Option(None, metavar="FILE", help="Write an HTML page: the race, then tables."),
-    generation_config: GenerationConfigOption = "auto",
-    report: ReportOptions,
+    generation_config: shared.GenerationConfigOption = "auto",
+    report: shared.ReportOptions,
 ) -> None:
     """Race plain against speculative decoding. The speed-up is measured, with its 95% interval.
 
     Exit code 1: texts differ that should be the same bytes."""
-    sampling = over_checkpoint(sampling, command, generation_config, pair.target, pair.models)
-    ks = parse_k(num_draft_tokens)
+    sampling = shared.over_checkpoint(sampling, command, generation_config, pair.target, pair.models)
+    ks = shared.parse_k(num_draft_tokens)
     if num_runs < 1:
         raise OptionError("--num-runs", num_runs, "a whole number >= 1")
     options = sampling.to_options(seed=seed, num_seeds=num_runs, **end.to_options())

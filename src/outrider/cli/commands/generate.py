@@ -12,18 +12,9 @@ from typing import TYPE_CHECKING, Any
 import typer
 from typer import Argument, Option
 
+from outrider.cli.shared import options as shared
 from outrider.cli.shared.findings import difference_lines
 from outrider.cli.shared.flat import flat
-from outrider.cli.shared.options import (
-    EndOptions,
-    GenerationConfigOption,
-    JsonOption,
-    NumDraftTokensOption,
-    SamplingOptions,
-    StructureOptions,
-    check_constraint,
-    over_checkpoint,
-)
 from outrider.cli.shared.output import console_for, make_document, report_context_limit, say, write_document
 from outrider.cli.shared.pair_options import PairOptions, single_k
 from outrider.cli.shared.progress import progress, until_first
@@ -48,9 +39,9 @@ _STYLES = {"accepted": "green", "correction": "bold red", "bonus": "bold blue"}
 def generate(
     command: typer.Context,
     pair: PairOptions,
-    sampling: SamplingOptions,
-    end: EndOptions,
-    structure: StructureOptions,
+    sampling: shared.SamplingOptions,
+    end: shared.EndOptions,
+    structure: shared.StructureOptions,
     template: TemplateOptions,
     cluster: RayOptions,
     prompt: str | None = Argument(None, help="Prompt, which may stand alone. Default, and -: standard input."),
@@ -64,7 +55,7 @@ def generate(
     shard: str | None = Option(
         None, metavar="I/N", help="With --prompts: run part I of N. Each with its own --output file."
     ),
-    num_draft_tokens: NumDraftTokensOption = None,
+    num_draft_tokens: shared.NumDraftTokensOption = None,
     seed: int | None = Option(None, help="Prompt i gets this seed + i. Default: random."),
     logprobs: int | None = Option(
         None, help="Add log-probabilities to the JSON. Of each token, and of the N most probable."
@@ -74,13 +65,13 @@ def generate(
     verify_bytes: bool = Option(
         False, "--verify-bytes", help="Generate without the draft, too. Differences are explained; exit code 1."
     ),
-    generation_config: GenerationConfigOption = "auto",
-    json_target: JsonOption = None,
+    generation_config: shared.GenerationConfigOption = "auto",
+    json_target: shared.JsonOption = None,
 ) -> None:
     """Generate text from a prompt, or from a file of prompts.
 
     Exit code 1: some prompts of the file failed; the others have output."""
-    sampling = over_checkpoint(sampling, command, generation_config, pair.target, pair.models)
+    sampling = shared.over_checkpoint(sampling, command, generation_config, pair.target, pair.models)
     draft, k = pair.single_draft, single_k(num_draft_tokens, pair, sampling, seed)
     if prompts is None:
         for option, value, default in (
@@ -117,7 +108,7 @@ def generate(
         num_seeds = 1 if lines is None else len(lines)
         more = {"logprobs": logprobs, **end.to_options(), **structure.to_options()}
         options = sampling.to_options(seed=seed, num_seeds=num_seeds, **more)
-        check_constraint(Sampling(**options))
+        shared.check_constraint(Sampling(**options))
         setup = Setup(pair, draft, k, options, template, probs)
         totals = Totals(None if json_target is None or output is not None else [])
         workers: Workers

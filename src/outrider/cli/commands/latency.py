@@ -7,17 +7,8 @@ from typing import Any
 
 import typer
 
+from outrider.cli.shared import options as shared
 from outrider.cli.shared.flat import flat
-from outrider.cli.shared.options import (
-    GenerationConfigOption,
-    NumDraftTokensListOption,
-    NumTokensOption,
-    ReportOptions,
-    SamplingOptions,
-    SeedOption,
-    over_checkpoint,
-    parse_k,
-)
 from outrider.cli.shared.output import report_context_limit
 from outrider.cli.shared.pair_options import PairOptions, options_json
 from outrider.cli.shared.progress import measure_all, warm_up_all
@@ -28,19 +19,19 @@ from outrider.cli.shared.template_options import TemplateOptions, encode_lines
 def latency(
     command: typer.Context,
     pair: PairOptions,
-    sampling: SamplingOptions,
+    sampling: shared.SamplingOptions,
     template: TemplateOptions,
-    report: ReportOptions,
-    num_draft_tokens: NumDraftTokensListOption = "1-8",
-    max_new_tokens: NumTokensOption = 64,
-    seed: SeedOption = 0,
-    generation_config: GenerationConfigOption = "auto",
+    report: shared.ReportOptions,
+    num_draft_tokens: shared.NumDraftTokensListOption = "1-8",
+    max_new_tokens: shared.NumTokensOption = 64,
+    seed: shared.SeedOption = 0,
+    generation_config: shared.GenerationConfigOption = "auto",
 ) -> None:
     """Time target, drafts and pairs at each K. They run in turn, on 15 built-in prompts, after a warm-up."""
-    sampling = over_checkpoint(sampling, command, generation_config, pair.target, pair.models)
+    sampling = shared.over_checkpoint(sampling, command, generation_config, pair.target, pair.models)
     lines = template.read(None)
     options = sampling.to_options(seed=seed, num_seeds=len(lines), max_new_tokens=max_new_tokens, ignore_eos=True)
-    ks = parse_k(num_draft_tokens)
+    ks = shared.parse_k(num_draft_tokens)
 
     decoder = pair.load()
 

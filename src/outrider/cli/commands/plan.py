@@ -11,17 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from typer import Context, Option
 
+from outrider.cli.shared import options as shared
 from outrider.cli.shared.flat import flat
-from outrider.cli.shared.options import (
-    GenerationConfigOption,
-    NumTokensOption,
-    ReportOptions,
-    SamplingOptions,
-    SeedOption,
-    over_checkpoint,
-    parse_constant_k,
-    parse_numbers,
-)
 from outrider.cli.shared.output import report_context_limit
 from outrider.cli.shared.pair_options import PairOptions, options_json
 from outrider.cli.shared.progress import count_items, progress
@@ -40,34 +31,34 @@ _KNOWN = {"alpha": "0 <= alpha <= 1", "c": "c >= 0", "v": "v > 0", "c_ops": "c_o
 def plan(
     command: Context,
     pair: PairOptions,
-    sampling: SamplingOptions,
+    sampling: shared.SamplingOptions,
     template: TemplateOptions,
-    report: ReportOptions,
+    report: shared.ReportOptions,
     num_draft_tokens: str | None = Option(
         None, "-k", "--num-draft-tokens", help="K to choose from, like 1-8. Default: 1-16; a few with CUDA graphs."
     ),
     prompts: Path | None = Option(None, help="File of prompts for the target. Default: 15 sentences."),
     log: Path | None = Option(None, help="Output of generate --output --probs, whose sampling options hold."),
-    max_new_tokens: NumTokensOption = 64,
+    max_new_tokens: shared.NumTokensOption = 64,
     batch_size: str = Option("1", help="One or several: 1,4."),
     context: str = Option("64", help="Lengths when rounds are timed: 64,512."),
-    seed: SeedOption = 0,
+    seed: shared.SeedOption = 0,
     what_if: str | None = Option(
         None,
         help="Predict from numbers: alpha=0.8,c=0.05. alpha: acceptance probability of a drafted token; c: cost of a "
         "draft step over a plain step; v, cost of a verify over a plain step (default: 1); c_ops, operations of a "
         "draft step over a plain step (default: c).",
     ),
-    generation_config: GenerationConfigOption = "auto",
+    generation_config: shared.GenerationConfigOption = "auto",
 ) -> None:
     """Predict the speed-up of every draft and K. From measured costs and acceptance; the result may be: no draft."""
     default_k = _EAGER_K if what_if is None else _WHAT_IF_K
-    ks = parse_constant_k(num_draft_tokens or default_k)
+    ks = shared.parse_constant_k(num_draft_tokens or default_k)
     sizes, contexts = (
-        parse_numbers(name, value, "comma-separated whole numbers >= 1, like 1,4")
+        shared.parse_numbers(name, value, "comma-separated whole numbers >= 1, like 1,4")
         for name, value in (("--batch-size", batch_size), ("--context", context))
     )
-    sampling = over_checkpoint(sampling, command, generation_config, pair.target, pair.models)
+    sampling = shared.over_checkpoint(sampling, command, generation_config, pair.target, pair.models)
     options = sampling.to_options(seed=seed, num_seeds=1, max_new_tokens=max_new_tokens)
     if what_if is not None:
         known = _numbers_of(what_if)
@@ -108,7 +99,7 @@ def plan(
     else:
         recording = open_log(log, decoder.target.name, decoder.tokenizer)
         records, header = list(recording.records), recording.header
-        options |= {one.name: getattr(header.sampling, one.name) for one in fields(SamplingOptions)}
+        options |= {one.name: getattr(header.sampling, one.name) for one in fields(shared.SamplingOptions)}
         options["max_new_tokens"] = header.sampling.max_new_tokens
     counts: dict[tuple[str, int], Sequence[Stats]] = {}
     with progress("replaying the drafts", len(drafters) * len(records)) as advance:
