@@ -49,14 +49,10 @@ class SheetScore(NamedTuple):
         return sum(self.is_solved)
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "num_solved": self.num_solved,
-            "num_prompts": len(self.is_solved),
-            "wald": wald(self.num_solved, len(self.is_solved)).to_json(),
-            "wilson": wilson(self.num_solved, len(self.is_solved)).to_json(),
-            "stats": self.stats.to_json(),
-            "time_s": self.timing.to_json(),
-        }
+        counts = self.num_solved, len(self.is_solved)
+        rates = {"wald": wald(*counts).to_json(), "wilson": wilson(*counts).to_json()}
+        work = {"stats": self.stats.to_json(), "time_s": self.timing.to_json()}
+        return {"num_solved": counts[0], "num_prompts": counts[1], **rates, **work}
 
 
 def score(
@@ -68,13 +64,9 @@ def score(
     on_solved: Callable[[int], None] | None = None,
     **options: Any,
 ) -> SheetScore:
-    """Solve the sheet with a decoder.
-
-    Args:
-        seed: base seed; row i gets seed + i.
-        on_solved: called with the number of problems just done, for a progress bar.
-        options: sampling options; the token limit and the stop string are set here.
-    """
+    """Solve the sheet with a decoder. ``seed``: base seed; row i gets seed + i. ``on_solved``: called with the number
+    of problems just done, for a progress bar. ``options``: sampling options; the token limit and the stop string are
+    set here."""
     answers = [""] * len(sheet)
     stats, timing = Stats(), Timing()
     prompts = [prompt_of(*factors) for factors in sheet]

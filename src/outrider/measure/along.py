@@ -310,15 +310,9 @@ def overlap(target_probs: Tensor, draft_probs: Tensor) -> Tensor:
 def measure_alpha(
     target: LM, drafter: Drafter, texts: Sequence[Text], sampling: Sampling = _PLAIN, batch_size: int = 8
 ) -> Interval:
-    """Measure alpha, of a round's first token, with an interval over the texts. Nothing is generated.
-
-    Args:
-        drafter: with a q that is not one-hot.
-        texts: cut to the target's context; texts without a token to score are left out.
-
-    Raises:
-        PromptError: there is nothing to score.
-    """
+    """Measure alpha, of a round's first token, with an interval over the texts. Nothing is generated. ``drafter``: with
+    a q that is not one-hot. ``texts``: cut to the target's context; texts without a token to score are left out. Raises
+    PromptError: there is nothing to score."""
     most = target.context_len
     texts = [Text(text.ids[:most], text.num_given) for text in texts if min(len(text.ids), most) > text.num_given]
     sums = torch.zeros(2, len(texts), dtype=torch.float64)  # of overlaps, and of tokens

@@ -156,6 +156,7 @@ for any draft, and no better than ``rejection``; some other engines accept like 
 PREDICTED_RULES = (*RULES, MATCH)
 """Acceptance rules that can be predicted: our own, and those of other engines."""
 _NO_DRAFT = "a log is plain decoding already: name a draft to replay"
+_ROUNDS = "its q is known in rounds with the target only"
 _TINY = 1e-30
 
 
@@ -205,14 +206,13 @@ def load_draft(
         return load_suffix(_tokenizer_of(header, models_file) if corpus else None, header.vocab_size, corpus)
     model, options = split_name(name)
     if looks_up(name) or model in (MTP, SELF) or is_head(resolve(model, models_file)):
-        raise _target_is_needed("--draft", name, "its q is known in rounds with the target only")
+        raise _target_is_needed("--draft", name, _ROUNDS)
     loaded = load(model, device=device, dtype=dtype, models_file=models_file, allow_pickle=allow_pickle)
     lm = loaded.target
     if loaded.tokenizer is not None and header.tokenizer not in (None, fingerprint(loaded.tokenizer)):
-        raise TokenizerMismatch(
-            f"{header.target}, the target of the log, and {name} have different tokenizers; choose a draft of the same "
-            "family, or the draft 'ngram', which needs none"
-        )
+        remedy = "choose a draft of the same family, or the draft 'ngram', which needs none"
+        both = f"{header.target}, the target of the log, and {name}"
+        raise TokenizerMismatch(f"{both} have different tokenizers; {remedy}")
     if lm.vocab_size < header.vocab_size:
         raise TokenizerMismatch(f"{name} knows {lm.vocab_size} tokens, but {header.vocab_size} are needed")
     if lm.vocab_size > header.vocab_size:
@@ -245,16 +245,9 @@ def replay(
     target: LM | None = None,
     batch_size: int = 8,
 ) -> Iterator[ReplayedRecord]:
-    """Replay a draft on records, in batches.
-
-    Args:
-        acceptance: one of PREDICTED_RULES.
-        target: of the log; run only where the draft or the rule needs it.
-
-    Raises:
-        OptionError: the rule is unknown, there is no draft, or the log's probabilities or target are needed and not
-            given.
-    """
+    """Replay a draft on records, in batches. ``acceptance``: one of PREDICTED_RULES. ``target``: of the log; run only
+    where the draft or the rule needs it. Raises OptionError: the rule is unknown, there is no draft, or the log's
+    probabilities or target are needed and not given."""
     if acceptance not in PREDICTED_RULES:
         raise OptionError("acceptance", acceptance, f"choose one of {', '.join(PREDICTED_RULES)}")
     if drafter.most_drafted == 0:
@@ -264,17 +257,12 @@ def replay(
     if needs_rows and target is None:
         raise _target_is_needed("acceptance", acceptance, "it needs all of p")
     if is_sampled and acceptance not in (GUMBEL.name, MATCH) and not needs_forcing(drafter) and not header.has_probs:
-        raise OptionError(
-            "draft",
-            drafter.name,
-            f"the log was sampled at temperature {header.sampling.temperature:g} without the probabilities that "
-            "replaying a draft model needs: generate it again with --output --probs",
-        )
+        sampled = f"the log was sampled at temperature {header.sampling.temperature:g} without the probabilities that"
+        remedy = "replaying a draft model needs: generate it again with --output --probs"
+        raise OptionError("draft", drafter.name, f"{sampled} {remedy}")
     if target is None and needs_forcing(drafter, [one.text for one in records]):
-        why = "its q is known in rounds with the target only"
-        raise _target_is_needed(
-            "draft", drafter.name, why if needs_forcing(drafter) else "some texts are longer than its context"
-        )
+        is_long = not needs_forcing(drafter)
+        raise _target_is_needed("draft", drafter.name, "some texts are longer than its context" if is_long else _ROUNDS)
     # A one-hot q is accepted where it equals the recorded token, and at temperature 0 with probability q.
     rule = acceptance if is_sampled else MATCH
     for begin in range(0, len(records), batch_size):

@@ -188,14 +188,9 @@ def measure_costs(
     )
     by_key = dict(zip(keys, rounds, strict=True))
     lookups = [name for name, drafter in drafters.items() if ks[name] and not drafter.models]
-    return Costs(
-        num_rows=num_rows,
-        context=context,
-        prefill_s=statistics.median(one.prefill_s for one in taken[0] if one.prefill_s > 0),
-        plain=plain,
-        rounds=by_key,
-        lookup_s={name: by_key[name, min(ks[name])].draft_s for name in lookups},
-    )
+    prefill_s = statistics.median(one.prefill_s for one in taken[0] if one.prefill_s > 0)
+    lookup_s = {name: by_key[name, min(ks[name])].draft_s for name in lookups}
+    return Costs(num_rows, context, prefill_s, plain, by_key, lookup_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,18 +229,11 @@ def choices(costs: Costs, counts: Mapping[tuple[str, int], Sequence[Stats]]) -> 
         free_s = [_seconds(costs, draft, k, one, lambda cost: cost.round_s - cost.draft_s) for one in texts]
         # With full acceptance every round commits K + 1 tokens.
         agreeing_s = [-(-num // (k + 1)) * costs.rounds[draft, k].round_s for num in tokens]
-        found.append(
-            PairChoice(
-                draft=draft,
-                k=k,
-                tau=bounded_mean(tokens, [one.num_rounds + one.num_truncated_rounds for one in texts], (1.0, k + 1.0)),
-                speed_up=paired_ratio(plain_s, seconds),
-                tokens_per_s=costs.num_rows * sum(tokens) / sum(seconds),
-                if_free=paired_ratio(plain_s, free_s).value,
-                if_agreeing=paired_ratio(plain_s, agreeing_s).value,
-                **{f"{name.removesuffix('_s')}_ms": 1e3 * s for name, s in costs.rounds[draft, k]._asdict().items()},
-            )
-        )
+        tau = bounded_mean(tokens, [one.num_rounds + one.num_truncated_rounds for one in texts], (1.0, k + 1.0))
+        speed_up, free, agreeing = (paired_ratio(plain_s, other_s) for other_s in (seconds, free_s, agreeing_s))
+        per_s = costs.num_rows * sum(tokens) / sum(seconds)
+        cost_ms = (1e3 * part_s for part_s in costs.rounds[draft, k])
+        found.append(PairChoice(draft, k, tau, speed_up, per_s, free.value, agreeing.value, *cost_ms))
     return sorted(found, key=lambda one: (-one.speed_up.value, one.k))
 
 

@@ -20,7 +20,7 @@ from outrider.errors import FileError, OutriderError
 from outrider.offline.prompt_file import PromptFile
 from outrider.offline.prompt_row import PromptLine
 from outrider.records import Completion, Stats
-from outrider.system.files import parse_row
+from outrider.system.files import file_errors, parse_row
 
 _LOG = logging.getLogger(__name__)
 _ROW_BEGINS = b'{"index": '  # the prefix of every line
@@ -87,14 +87,9 @@ class Totals:
         return ", ".join(filter(None, [*parts, "interrupted" if self.is_interrupted else ""]))
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "completions": self.rows,
-            "num_failed": self.num_failed,
-            "tokens_per_s": self.tokens_per_s,
-            "stats": self.stats.to_json(),
-            "time_s": self.time_s,
-            "is_interrupted": self.is_interrupted,
-        }
+        names = "num_failed", "tokens_per_s", "stats", "time_s", "is_interrupted"
+        found = {"completions": self.rows, **{name: getattr(self, name) for name in names}}
+        return found | {"stats": self.stats.to_json()}
 
 
 @contextmanager
@@ -109,10 +104,8 @@ def open_output(path: Path) -> Iterator[OutputFile]:
     finally:
         if not existed and _is_regular(stream) and not os.fstat(stream.fileno()).st_size:
             path.unlink(missing_ok=True)  # while it is locked
-        try:
+        with file_errors("write", path):  # a network file system may report only now that it is full
             stream.close()
-        except OSError as error:  # a network file system may report only now that it is full
-            raise FileError(f"cannot write {path}: {error.strerror}") from None
 
 
 def _is_at(stream: FileIO, path: Path) -> bool:
@@ -129,10 +122,8 @@ def _is_regular(stream: FileIO) -> bool:
 
 def _open(path: Path) -> FileIO:
     """Open a file to append to, and exclude other runs until it is closed. Raises FileError."""
-    try:
+    with file_errors("write", path):
         stream = FileIO(path, "a")
-    except OSError as error:
-        raise FileError(f"cannot write {path}: {error.strerror}") from None
     if not _is_regular(stream):
         return stream
     try:

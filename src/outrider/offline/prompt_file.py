@@ -15,7 +15,7 @@ from typing import IO
 
 from outrider.errors import FileError, OptionError
 from outrider.offline.prompt_row import PromptLine, prompt_of
-from outrider.system.files import parse_json, parse_row
+from outrider.system.files import file_errors, parse_json, parse_row
 
 # Prompts per slot in a sorted window: rows generated together span a 64th of its lengths. Larger windows gain little,
 # and move rows further from their neighbours in the file, with which they may share a cached prefix.
@@ -96,7 +96,7 @@ def _kind_of(stream: IO[bytes]) -> str:
 def open_prompts(path: Path) -> Iterator[PromptFile]:
     """Open the prompts of a file or a pipe. Raises FileError, with file and line number."""
     with ExitStack() as files:
-        try:
+        with file_errors("read", path):
             stream: IO[bytes] = files.enter_context(path.open("rb"))
             if not stream.seekable():  # a pipe can be read once only
                 copy = files.enter_context(tempfile.TemporaryFile())
@@ -104,8 +104,6 @@ def open_prompts(path: Path) -> Iterator[PromptFile]:
                 copy.seek(0)
                 stream = copy
             prompts = PromptFile(path, stream, files)
-        except OSError as error:
-            raise FileError(f"cannot read {path}: {error.strerror}") from None
         yield prompts
 
 

@@ -122,11 +122,8 @@ class Conversation:
         if self.options is not None:
             from outrider.text.chat import Chat
 
-            said = [
-                *(one for turn in self.turns for one in zip(("user", "assistant"), turn, strict=True)),
-                ("user", text),
-            ]
-            messages = [{"role": role, "content": content} for role, content in said]
+            said = [*(part for turn in self.turns for part in turn), text]
+            messages = [{"role": ("user", "assistant")[i % 2], "content": part} for i, part in enumerate(said)]
             return Chat(messages, self.options) if text.strip() else None
         whole = ""
         for own, answer in [*self.turns, (text, "")]:

@@ -62,8 +62,7 @@ def compare(
     if num_runs < 1:
         raise OptionError("--num-runs", num_runs, "a whole number >= 1")
     options = sampling.to_options(seed=seed, num_seeds=num_runs, **end.to_options())
-    if pair.draft_names == ["none"]:
-        raise OptionError("--draft", "none", "there is nothing to compare: choose a model or suffix")
+    pair.check_compared()
     if prompt is not None:
         prompt = read_prompt(prompt)
 

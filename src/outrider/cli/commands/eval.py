@@ -30,7 +30,8 @@ def multiplication(
     json_target: JsonOption = None,
 ) -> None:
     """Score multiplication problems. Is the first line after "a * b = " the product?"""
-    k, draft = single_k(num_draft_tokens, pair, sampling, seed), pair.compared_draft
+    k, draft = single_k(num_draft_tokens, pair, sampling, seed), pair.single_draft
+    pair.check_compared()
     options = sampling.to_options(seed=seed, num_seeds=num_prompts)
 
     decoder = pair.load()

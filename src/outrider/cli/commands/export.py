@@ -10,7 +10,7 @@ from typer import Option
 
 from outrider.cli.shared.flat import flat
 from outrider.cli.shared.options import JsonOption, ModelsOption, SamplingOptions, parse_k
-from outrider.cli.shared.output import console_for, print_command, write_json
+from outrider.cli.shared.output import console_for, write_json
 from outrider.cli.shared.pair_options import TargetOption
 from outrider.cli.shared.progress import progress
 from outrider.errors import OptionError
@@ -85,14 +85,9 @@ def export(
     console.print(f"  {', '.join(written)}", soft_wrap=whole, markup=False)
     about = RULES[engine.rules[setting]]
     console.print(f"K = {k}. A drafted token is accepted with probability {about}.", soft_wrap=whole)
-    print_command(console, f"cd {output} && sh serve.sh")
-    body: dict[str, Any] = {
-        "engine": {"name": engine.name, "version": engine.version},
-        "law": engine.rules[setting],
-        "setting": setting,
-        "k": k,
-        "files": written,
-    }
+    console.print(f"  cd {output} && sh serve.sh", style="bold", markup=False, soft_wrap=True)
+    body: dict[str, Any] = {"engine": {"name": engine.name, "version": engine.version}, "law": engine.rules[setting]}
+    body |= {"setting": setting, "k": k, "files": written}
     settings = {"to": to, "target": names[0], "draft": names[1], "output": output, "context": context}
     settings |= {"num_draft_tokens": num_draft_tokens, "models": models, **asdict(sampling)}
     write_json(json_target, "export", settings, body)

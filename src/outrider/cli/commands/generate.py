@@ -117,22 +117,16 @@ def generate(
             console = console_for(json_target, has_colours=show_origin or None)
             row = _show(setup, worker.decoder, text, console, show_origin, totals)
         else:
+
+            def open_workers(num_prompts: int) -> Workers:
+                if cluster.ray is None:
+                    return LocalWorker(setup, batch_size)
+                return files.enter_context(open_ray_workers(cluster, setup, batch_size, num_prompts))
+
             stream = sys.stderr if json_target == "-" else sys.stdout
-            workers = run_job(
-                setup,
-                lines,
-                files,
-                totals,
-                lambda num_prompts: (
-                    LocalWorker(setup, batch_size)
-                    if cluster.ray is None
-                    else files.enter_context(open_ray_workers(cluster, setup, batch_size, num_prompts))
-                ),
-                num_slots=batch_size,
-                output=output,
-                write=partial(print, end="", file=stream, flush=True),
-                part=part,
-            )
+            write = partial(print, end="", file=stream, flush=True)
+            how: dict[str, Any] = {"num_slots": batch_size, "output": output, "write": write, "part": part}
+            workers = run_job(setup, lines, files, totals, open_workers, **how)
         summary, origin = totals.summary(workers.pair()), None if json_target is None else workers.origin()
     say(summary)
     same = _verify(setup, worker.decoder, row) if verify_bytes and not totals.is_interrupted else None

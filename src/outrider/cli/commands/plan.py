@@ -120,16 +120,14 @@ def plan(
 
 def _setting_json(costs: Costs, found: Sequence[PairChoice]) -> dict[str, Any]:
     best = found[0] if found[0].speed_up.value > 1 else None
+    drafts = dict.fromkeys(name for name, _ in costs.rounds)
     return {
         "num_rows": costs.num_rows,
         "context": costs.context,
         "prefill_ms": 1e3 * costs.prefill_s,
         "plain_ms": 1e3 * costs.plain.round_s,
         "target_ms": [{"num_tokens": width, "ms": 1e3 * s} for width, s in costs.target_s().items()],
-        "draft_ms": [
-            {"draft": name, "ms": 1e3 * costs.draft_step_s(name)}
-            for name in dict.fromkeys(name for name, _ in costs.rounds)
-        ],
+        "draft_ms": [{"draft": name, "ms": 1e3 * costs.draft_step_s(name)} for name in drafts],
         "choices": [asdict(one) for one in found],
         "best": best and asdict(best),
     }

@@ -66,17 +66,14 @@ def show_findings(
     print_table(console, table)
     if statistical is not None:
         least, wanted = statistical.detectable, statistical.wanted
-        limit = (
-            f"Too few to detect even a complete deviation towards {towards} with 99% probability."
-            if least is None
-            else f"A deviation towards {towards} of {least:.2%} or more, in total variation, would have been detected "
-            "with 99% probability."
-        )
+        limit = f"Too few to detect even a complete deviation towards {towards} with 99% probability."
+        if least is not None:
+            found = f"{least:.2%} or more, in total variation, would have been detected with 99% probability."
+            limit = f"A deviation towards {towards} of {found}"
         console.print(f"{statistical.num_tokens} tokens in {statistical.num_texts} samples. {limit}")
         for where, share in statistical.reuse_limits():
-            console.print(
-                f"So would random numbers reused {where}, if {share:.0%} of the tokens or more depend on them."
-            )
+            depending = f"if {share:.0%} of the tokens or more depend on them."
+            console.print(f"So would random numbers reused {where}, {depending}")
         if wanted is not None and (least is None or least > wanted):
             console.print(f"The limit exceeds the requested {wanted:.2%}.")
         if statistical.estimate is not None:
@@ -143,8 +140,7 @@ def report_findings(
     from rich.console import Console
 
     show(console_for(json_target))
-    if json_target is not None:
-        write_document(json_target, document)
+    write_document(json_target, document)
     if html is not None:
         page = Console(record=True, file=io.StringIO(), width=_PAGE_WIDTH, highlight=False)
         show(page)

@@ -66,8 +66,7 @@ class ReportOptions:
         """Print the report of a document, and write the document, if requested. See ``make_document``."""
         document = make_document(command, options, body, ran, origin=None if self.json_target or ran else {})
         print_report(self.console(), document)
-        if self.json_target is not None:
-            write_document(self.json_target, document)
+        write_document(self.json_target, document)
         return document
 
 

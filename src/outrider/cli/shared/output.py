@@ -93,11 +93,6 @@ def print_table(console: Console, table: rich.table.Table, width: int = 80) -> N
     console.print(table, crop=False)
 
 
-def print_command(console: Console, command: str) -> None:
-    """Print a command line, indented, as one line that can be copied."""
-    console.print(f"  {command}", style="bold", markup=False, soft_wrap=True)
-
-
 def report_context_limit(model: str, context_len: int, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
     """Warn on standard error if the target's context ends outputs before ``-n``. ``prompts``: token ids of each."""
     longest = max(map(len, prompts))
@@ -179,16 +174,10 @@ def make_document(
     return as_read({"schema": title_of(command), "options": options, **body, "provenance": origin})
 
 
-def write_json(
-    json_target: str | None,
-    command: str,
-    options: dict[str, Any],
-    body: dict[str, Any],
-    ran: Decoder | LM | None = None,
-) -> None:
-    """Write a command's document, if requested. See ``make_document``."""
+def write_json(json_target: str | None, *document: Any) -> None:
+    """Write a command's document, if requested. ``document``: see ``make_document``."""
     if json_target is not None:
-        write_document(json_target, make_document(command, options, body, ran))
+        write_document(json_target, make_document(*document))
 
 
 def origin_of(ran: Decoder | LM | None) -> dict[str, Any]:
@@ -206,14 +195,13 @@ def origin_of(ran: Decoder | LM | None) -> dict[str, Any]:
     return origin
 
 
-def write_document(json_target: str, document: dict[str, Any]) -> None:
-    """Write a document to a file, or to standard output ("-")."""
-    text = json_text(document, indent=2)
+def write_document(json_target: str | None, document: dict[str, Any]) -> None:
+    """Write a document to a file, or to standard output ("-"); None: nowhere."""
     if json_target == "-":
-        sys.stdout.write(text)
+        sys.stdout.write(json_text(document, indent=2))
         sys.stdout.flush()  # a full disk fails here, not at exit
-    else:
-        write_text(Path(json_target), text)
+    elif json_target is not None:
+        write_text(Path(json_target), json_text(document, indent=2))
 
 
 def json_text(value: Any, indent: int | None = None) -> str:

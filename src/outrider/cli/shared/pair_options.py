@@ -118,12 +118,10 @@ class PairOptions:
             raise OptionError("--draft", ", ".join(self.draft_names), "this command takes one draft")
         return self.draft_names[0]
 
-    @property
-    def compared_draft(self) -> str:
-        """Draft of a command that compares it with plain decoding. Raises OptionError: several drafts, or 'none'."""
-        if self.single_draft == "none":
+    def check_compared(self) -> None:
+        """Raises OptionError: the only draft is 'none', and the command compares drafts with plain decoding."""
+        if self.draft_names == ["none"]:
             raise OptionError("--draft", "none", "there is nothing to compare: choose a model or suffix")
-        return self.single_draft
 
     def load(self, *, generation_config: str = "none") -> Decoder:
         """Load the target, without a draft. ``generation_config``: see ``outrider.load``. Commands state all sampling
@@ -134,14 +132,13 @@ class PairOptions:
             set_threads(self.threads)
         log_to_stderr("outrider.kernels")
         log_to_stderr("outrider.decoding")
+        more: dict[str, Any] = {
+            "acceptance": self.acceptance,
+            "generation_config": generation_config,
+            "models_file": self.models,
+        }
         with progress(f"loading {short_name(self.target)}"):
-            return load(
-                self.target,
-                **asdict(self.placement),
-                acceptance=self.acceptance,
-                generation_config=generation_config,
-                models_file=self.models,
-            )
+            return load(self.target, generation_config=generation_config, **asdict(self.placement), **more)
 
     @property
     def placement(self) -> Placement:
