@@ -115,16 +115,9 @@ def along(
         of_target: Iterator[ForcedTokens | None] = repeat(None) if target is None else force(target, texts, p_settings)
         for chunk, own in zip(force(lm, texts, [q_settings], constraints), of_target, strict=False):
             ids = chunk.ids[:, None]
-            yield Places(
-                rows=chunk.rows,
-                places=chunk.places,
-                num_drafted=torch.ones_like(chunk.ids),
-                ids=ids,
-                drafted_ids=ids,
-                is_scored=torch.ones_like(ids, dtype=torch.bool),
-                q=chunk.probs(q_settings)[:, None],
-                p=None if own is None else own.probs(*p_settings)[:, None].to(ids.device),
-            )
+            q, p = chunk.probs(q_settings), None if own is None else own.probs(*p_settings)[:, None].to(ids.device)
+            num_drafted, is_scored = torch.ones_like(chunk.ids), torch.ones_like(ids, dtype=torch.bool)
+            yield Places(chunk.rows, chunk.places, num_drafted, ids, ids, is_scored, q[:, None], p)
     else:
         yield from _looked_up(drafter, texts, most, k)
 
@@ -283,16 +276,9 @@ def force_drafts(
         positions = (num_given[rows] + places)[:, None] + offsets
         own, drafted_ids, num_drafted = ids[rows[:, None], positions], draft.ids[slots], draft.num_drafted[slots]
         is_there = (offsets < num_drafted[:, None]) & (positions < ends[rows][:, None])
-        yield Places(
-            rows=rows,
-            places=places,
-            num_drafted=num_drafted,
-            ids=own,
-            drafted_ids=drafted_ids,
-            is_scored=_is_reached(drafted_ids, own) & is_there,
-            q=None if draft.probs is None else full(draft.probs[slots]),
-            p=full(p[slots, :-1]),
-        )
+        is_scored = _is_reached(drafted_ids, own) & is_there
+        q = None if draft.probs is None else full(draft.probs[slots])
+        yield Places(rows, places, num_drafted, own, drafted_ids, is_scored, q, full(p[slots, :-1]))
 
 
 def _is_reached(drafted_ids: Tensor, ids: Tensor) -> Tensor:

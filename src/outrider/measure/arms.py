@@ -204,14 +204,8 @@ class ArmSummary:
         ratios_json = {name: ratio and ratio.to_json() for name, ratio in ratios}
         arm = {"name": self.arm.name, "draft": self.arm.draft, "k": self.arm.num_draft_tokens}
         sums = {"stats": self.stats.to_json(), "time_s": self.timing.to_json(), "texts_sha256": sha256_of(self.texts)}
-        return {
-            **arm,
-            "num_cases": self.num_cases,
-            **means_json,
-            "tokens_per_s": self.tokens_per_s,
-            **ratios_json,
-            **sums,
-        }
+        counts = {"num_cases": self.num_cases, **means_json, "tokens_per_s": self.tokens_per_s}
+        return {**arm, **counts, **ratios_json, **sums}
 
 
 def summarise(measurements: Sequence[Measurement], arms: Sequence[Arm]) -> list[ArmSummary]:

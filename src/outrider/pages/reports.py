@@ -209,16 +209,11 @@ def rounds_table(title: str, arms: Sequence[_Document]) -> Table:
     return Table(title, columns, rows, note, num_texts=len(texts))
 
 
-_REPORTS: dict[str, Callable[[_Document], Report]] = {
-    "analyze": lambda document: (
-        [rounds_table(str(document["options"]["file"]), document["arms"])],
-        document["notes"],
-    ),
-    "compare": _compare,
-    "latency": _latency,
-    "plan": _plan,
-    "replay": _replay,
-}
+def _analyze(document: _Document) -> Report:
+    return [rounds_table(str(document["options"]["file"]), document["arms"])], document["notes"]
+
+
+_REPORTS = {"analyze": _analyze, "compare": _compare, "latency": _latency, "plan": _plan, "replay": _replay}
 
 
 def _arms_table(title: str, arms: Sequence[_Document]) -> Table:

@@ -71,14 +71,9 @@ def _below(document: Mapping[str, Any]) -> str:
         items = (f"<dt>{escape(name)}</dt><dd>{escape(str(text))}</dd>" for name, text in texts.items())
         return f'<dl class="pairs">{"".join(items)}</dl>'
 
-    parts = [table.html() for table in tables]
-    parts += [f"<p>{escape(line)}</p>" for line in lines]
-    parts += [
-        f"<h2>How it was measured{stopped}</h2><pre>{escape(command)}</pre>",
-        pairs(document["options"]),
-        pairs(origin),
-    ]
-    return "\n".join(parts)
+    parts = [*(table.html() for table in tables), *(f"<p>{escape(line)}</p>" for line in lines)]
+    parts.append(f"<h2>How it was measured{stopped}</h2><pre>{escape(command)}</pre>")
+    return "\n".join([*parts, pairs(document["options"]), pairs(origin)])
 
 
 def _hash(content: str) -> str:

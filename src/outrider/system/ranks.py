@@ -241,11 +241,8 @@ def join() -> Ranks:
     address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = dist.TCPStore(*address)  # type: ignore[attr-defined]  # torchrun's own
     attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
-    _ranks = Ranks(
-        dist.get_rank(),
-        dist.get_world_size(),
-        dist.PrefixStore(f"outrider {attempt}", store),  # type: ignore[attr-defined]
-    )
+    own_store = dist.PrefixStore(f"outrider {attempt}", store)  # type: ignore[attr-defined]
+    _ranks = Ranks(dist.get_rank(), dist.get_world_size(), own_store)
     return _ranks
 
 

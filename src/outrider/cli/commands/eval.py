@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from typer import Option
 
@@ -48,16 +48,13 @@ def multiplication(
     only_plain, only_speculative, p = mcnemar(scores["plain"], scores["speculative"])
 
     console, body = console_for(json_target), {name: result.to_json() for name, result in scores.items()}
-    rows = [
-        (
-            name,
-            f"{one['num_solved']} of {num_prompts}",
-            f"{one['wald']['value']:.1%}",
-            *(f"{one[interval]['low']:.1%} to {one[interval]['high']:.1%}" for interval in ("wald", "wilson")),
-            f"{one['stats']['mean_acceptance_length'] or 1:.2f}",
-        )
-        for name, one in body.items()
-    ]
+
+    def row(name: str, one: dict[str, Any]) -> list[str]:
+        ends = [f"{one[interval]['low']:.1%} to {one[interval]['high']:.1%}" for interval in ("wald", "wilson")]
+        solved, tau = f"{one['num_solved']} of {num_prompts}", one["stats"]["mean_acceptance_length"] or 1
+        return [name, solved, f"{one['wald']['value']:.1%}", *ends, f"{tau:.2f}"]
+
+    rows = [row(*one) for one in body.items()]
     title = f"{' with '.join(short_names([decoder.target.name, draft]))}, K = {k}, {decoder.acceptance}"
     show_table(console, Table(title, ("arm", "solved", "rate", "95% Wald", "95% Wilson", "tau"), rows))
     console.print(
@@ -66,12 +63,10 @@ def multiplication(
     )
     more = {"draft": [draft], "num_draft_tokens": k, "num_prompts": num_prompts, "batch_size": batch_size}
     settings = options_json(pair, options, **more)
-    document = {
-        "scores": body,
-        "difference": {"only_plain": only_plain, "only_speculative": only_speculative, "p": p},
-        "problems": [
-            {"a": a, "b": b, **{name: result.answers[i] for name, result in scores.items()}}
-            for i, (a, b) in enumerate(sheet)
-        ],
-    }
+    difference = {"only_plain": only_plain, "only_speculative": only_speculative, "p": p}
+    answers = zip(*(result.answers for result in scores.values()), strict=True)
+    solved = [
+        {"a": a, "b": b, **dict(zip(scores, own, strict=True))} for (a, b), own in zip(sheet, answers, strict=True)
+    ]
+    document = {"scores": body, "difference": difference, "problems": solved}
     write_json(json_target, "eval-multiplication", settings, document, decoder)

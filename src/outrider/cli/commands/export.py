@@ -78,12 +78,9 @@ def export(
     k = ks[0] if isinstance(ks[0], int) else of_draft.num_draft_tokens or DEFAULT_NUM_DRAFT_TOKENS
     written = write_folder(output, engine, of_target, of_draft, k, asked, setting, most)
     console = console_for(json_target)
-    whole = not console.is_terminal
-    console.print(
-        f"{engine.name} {engine.version}, {names[0]} with {names[1]}: {output}", soft_wrap=whole, markup=False
-    )
-    console.print(f"  {', '.join(written)}", soft_wrap=whole, markup=False)
-    about = RULES[engine.rules[setting]]
+    whole, about = not console.is_terminal, RULES[engine.rules[setting]]
+    for line in (f"{engine.name} {engine.version}, {' with '.join(names)}: {output}", f"  {', '.join(written)}"):
+        console.print(line, soft_wrap=whole, markup=False)
     console.print(f"K = {k}. A drafted token is accepted with probability {about}.", soft_wrap=whole)
     console.print(f"  cd {output} && sh serve.sh", style="bold", markup=False, soft_wrap=True)
     body: dict[str, Any] = {"engine": {"name": engine.name, "version": engine.version}, "law": engine.rules[setting]}

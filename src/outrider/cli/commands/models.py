@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -151,12 +152,9 @@ def _forms(spec: ModelSpec, dtype: str, sizes: list[int]) -> list[dict[str, Any]
         return [row("GGUF", "none", 1, stored)]
     with torch.device("meta"):
         bare = skeleton(config, DTYPES[dtype])
-    return [
-        row(dtype, quantization, size, weights_bytes(bare, quantization, size))
-        for size in sizes
-        for quantization in ("none", *QUANTIZATIONS)
-        if quantization != "int4" or (size == 1 and device.type == "cpu")
-    ]
+    forms = product(sizes, ("none", *QUANTIZATIONS))
+    kept = [one for one in forms if one[1] != "int4" or (one[0] == 1 and device.type == "cpu")]
+    return [row(dtype, kind, size, weights_bytes(bare, kind, size)) for size, kind in kept]
 
 
 def _drafts(target: ModelSpec, models: Path | None, dtype: str) -> list[dict[str, Any]]:

@@ -199,18 +199,8 @@ def _foreign(log: Path, prompts: Path, tokenizer_of: str, models: Path | None) -
     for index, ids in enumerate(texts):
         if not ids or max(ids) >= num_tokens:
             raise FileError(f"{log}, output {index}: empty, or with ids unknown to {tokenizer_of}")
-    max_new_tokens = max(map(len, texts))
-    header = Header(
-        target=str(log),
-        sampling=Sampling(temperature=0.0, max_new_tokens=max_new_tokens),
-        has_probs=False,
-        vocab_size=num_tokens,
-        context_len=max(map(len, prompt_ids)) + max_new_tokens,
-        eos_ids=(),
-        tokenizer=fingerprint(tokenizer),
-    )
-    records = [
-        Record(index, line.category, 0, "length", given, ids)
-        for index, (line, given, ids) in enumerate(zip(lines, prompt_ids, texts, strict=True))
-    ]
-    return header, records
+    longest = max(map(len, texts))
+    sampling, context_len = Sampling(temperature=0.0, max_new_tokens=longest), max(map(len, prompt_ids)) + longest
+    header = Header(str(log), sampling, False, num_tokens, context_len, (), fingerprint(tokenizer))
+    known = enumerate(zip(lines, prompt_ids, texts, strict=True))
+    return header, [Record(i, line.category, 0, "length", given, ids) for i, (line, given, ids) in known]

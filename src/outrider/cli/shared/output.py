@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 
 CLEAR_LINE = "\r\x1b[K"
+_Json = dict[str, Any]
 FILE_WIDTH = 120  # of tables in files and pipes, unless COLUMNS tells another
 _OUTPUTS = {"output": "--output", "html": "--html", "json_target": "--json"}  # parameters that name files to write
 
@@ -83,13 +84,12 @@ def console_for(json_target: str | None, *, has_colours: bool | None = None) -> 
     return console
 
 
-def print_table(console: Console, table: rich.table.Table, width: int = 80) -> None:
-    """Print a table. A narrower terminal wraps lines instead of cutting numbers off. ``width``: columns that the table
-    needs."""
+def print_table(console: Console, table: rich.table.Table) -> None:
+    """Print a table. A terminal of less than 80 columns wraps lines instead of cutting numbers off."""
     from rich.measure import Measurement
 
-    if console.width < width:
-        table.width = Measurement.get(console, console.options.update(max_width=width), table).maximum
+    if console.width < 80:
+        table.width = Measurement.get(console, console.options.update(max_width=80), table).maximum
     console.print(table, crop=False)
 
 
@@ -161,13 +161,8 @@ def show_table(console: Console, table: Table) -> None:
 
 
 def make_document(
-    command: str,
-    options: dict[str, Any],
-    body: dict[str, Any],
-    ran: Decoder | LM | None = None,
-    *,
-    origin: dict[str, Any] | None = None,
-) -> dict[str, Any]:
+    command: str, options: _Json, body: _Json, ran: Decoder | LM | None = None, *, origin: _Json | None = None
+) -> _Json:
     """Document of a command, as it reads back from JSON. ``ran``: the decoder or model that ran, if any; device, dtype
     and end tokens go into the provenance. ``origin``: the provenance, if the model ran in another process."""
     origin = origin_of(ran) if origin is None else origin

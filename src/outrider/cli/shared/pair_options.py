@@ -132,13 +132,9 @@ class PairOptions:
             set_threads(self.threads)
         log_to_stderr("outrider.kernels")
         log_to_stderr("outrider.decoding")
-        more: dict[str, Any] = {
-            "acceptance": self.acceptance,
-            "generation_config": generation_config,
-            "models_file": self.models,
-        }
+        how: dict[str, Any] = asdict(self.placement) | {"acceptance": self.acceptance, "models_file": self.models}
         with progress(f"loading {short_name(self.target)}"):
-            return load(self.target, generation_config=generation_config, **asdict(self.placement), **more)
+            return load(self.target, generation_config=generation_config, **how)
 
     @property
     def placement(self) -> Placement:
