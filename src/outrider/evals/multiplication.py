@@ -7,6 +7,7 @@ little by itself, but a faulty acceptance rule would change it.
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -83,9 +84,7 @@ def score(
 def mcnemar(plain: SheetScore, speculative: SheetScore) -> tuple[int, int, float]:
     """Compare two arms on the same problems: the numbers of problems that only the first and only the second solved,
     and McNemar's exact p-value of no difference between the arms."""
-    only_plain, only_speculative = (
-        sum(a and not b for a, b in zip(one.is_solved, other.is_solved, strict=True))
-        for one, other in ((plain, speculative), (speculative, plain))
-    )
+    solved = Counter(zip(plain.is_solved, speculative.is_solved, strict=True))
+    only_plain, only_speculative = solved[True, False], solved[False, True]
     num = only_plain + only_speculative
     return only_plain, only_speculative, float(scipy_stats.binomtest(only_plain, num).pvalue) if num else 1.0

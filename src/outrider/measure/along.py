@@ -138,12 +138,8 @@ def _looked_up(drafter: Drafter, texts: Sequence[Text], limits: Sequence[int], k
 def proposals(drafter: Drafter, texts: Sequence[Text], wanted: Sequence[Sequence[int]]) -> list[list[list[int]]]:
     """Look up the tokens proposed before each scored token of each text.
 
-    One session follows all texts, a token per step: its work is that of generating them.
-
-    Args:
-        drafter: with a one-hot q, and without models.
-        wanted: the most tokens to propose there.
-    """
+    One session follows all texts, a token per step: its work is that of generating them. ``drafter`` has a one-hot q,
+    and no models; ``wanted`` are the most tokens to propose there."""
     most = max((num for one in wanted for num in one), default=0)
     ids = torch.zeros(len(texts), max(len(text.ids) for text in texts) + most, dtype=torch.long)
     session = drafter.open(len(texts), ids.shape[1], ids.device, most)

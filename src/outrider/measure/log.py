@@ -142,16 +142,8 @@ class Log(NamedTuple):
 
 
 def open_log(path: Path, target: str, tokenizer: Any, option: str = "--log") -> Log:
-    """Open a log of a target's outputs.
-
-    Args:
-        tokenizer: the target's; None if it has none.
-        option: that names the log.
-
-    Raises:
-        OptionError: it is of another target.
-        FileError: it is damaged, or empty.
-    """
+    """Open a log of a target's outputs. ``tokenizer``: the target's; None if it has none. ``option``: that names the
+    log. Raises OptionError: it is of another target; FileError: it is damaged, or empty."""
     log = Log.open(path)
     is_same = tokenizer is None or log.header.tokenizer in (None, fingerprint(tokenizer))
     if log.header.target != target or not is_same:

@@ -188,14 +188,8 @@ def load_draft(
     corpus: Sequence[Path] = (),
     allow_pickle: bool = False,
 ) -> Drafter:
-    """Load a draft to replay on a log.
-
-    Raises:
-        OptionError: the name is not a draft.
-        TokenizerMismatch: its tokens differ from the log's.
-        ModelError, DeviceError: it cannot be loaded.
-        FileError: its corpus cannot be read.
-    """
+    """Load a draft to replay on a log. Raises OptionError: the name is not a draft; TokenizerMismatch: its tokens
+    differ from the log's; ModelError, DeviceError: it cannot be loaded; FileError: its corpus cannot be read."""
     if name == "none":
         raise OptionError("--draft", name, _NO_DRAFT)
     if name == AUTO:
@@ -272,10 +266,8 @@ def replay(
         # since q may depend on how many tokens are drafted.
         lm = None if is_forced else drafter.lm
         run = target if needs_rows or is_forced else None
-        scores = [
-            _scores(group, header, drafter, k, run, has_rows=rule == GUMBEL.name)
-            for k in (ks if lm is None else ks[:1])
-        ]
+        scored = ks if lm is None else ks[:1]
+        scores = [_scores(group, header, drafter, k, run, has_rows=rule == GUMBEL.name) for k in scored]
         for record, *found in zip(group, *scores, strict=True):
             yield _replayed(record, header, rule, lm, dict(zip(ks, found, strict=False)))
 
@@ -312,10 +304,8 @@ def _scores(
     records: Sequence[Record], header: Header, drafter: Drafter, k: int, target: LM | None, *, has_rows: bool
 ) -> list[_Scores]:
     """Score the tokens of records at each place and offset. ``has_rows``: whether g is wanted, which needs all of p."""
-    found = [
-        (np.full((3, len(record.token_ids), k), np.nan), np.zeros(len(record.token_ids), np.int64))
-        for record in records
-    ]
+    lengths = [len(record.token_ids) for record in records]
+    found = [(np.full((3, length, k), np.nan), np.zeros(length, np.int64)) for length in lengths]
     texts, limits = zip(*((one.text, header.max_new_tokens(len(one.prompt_ids))) for one in records), strict=True)
     sampling = header.sampling.with_ends(header.eos_ids)
     for places in along(drafter, texts, sampling, k, target=target, limits=limits):

@@ -97,14 +97,8 @@ class Endpoint:
         cls, url: str, model: str | None, engine: str, prompt: str | Chat, sampling: Sampling, *, tokenizer: Any
     ) -> Endpoint:
         """Find a server's API and model, and send one request for one token to see which fields it takes. Raises
-        OptionError, WorkerError.
-
-        Args:
-            model: None for the only one.
-            engine: a name of ``ENGINES``, or "auto".
-            prompt: of that request; if it is a chat, all are.
-            tokenizer: the target's.
-        """
+        OptionError, WorkerError. ``model``: None for the only one. ``engine``: a name of ``ENGINES``, or "auto".
+        ``prompt``: of that request; if it is a chat, all are. ``tokenizer``: the target's."""
         key = os.environ.get(API_KEY)
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         try:

@@ -207,10 +207,8 @@ def any_process(flags: Tensor) -> Tensor:
 def check_equal(function: Callable[..., Any], *arguments: Any) -> None:
     """Raises RankError: a function has different results in the processes."""
     if len(set(_ranks.lead(function, arguments))) > 1:
-        raise RankError(
-            "the processes of this job have generated different tokens, or would: check that all have the same files "
-            "and versions"
-        )
+        remedy = "check that all have the same files and versions"
+        raise RankError(f"the processes of this job have generated different tokens, or would: {remedy}")
 
 
 def is_one_of_several() -> bool:
@@ -231,10 +229,8 @@ def join() -> Ranks:
     if has_cuda:
         local_rank, num_devices = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
         if local_rank >= num_devices:
-            raise DeviceError(
-                f"there are {os.environ['LOCAL_WORLD_SIZE']} processes and {num_devices} CUDA devices here: "
-                f"torchrun --nproc-per-node {num_devices}"
-            )
+            found = f"{os.environ['LOCAL_WORLD_SIZE']} processes and {num_devices} CUDA devices"
+            raise DeviceError(f"there are {found} here: torchrun --nproc-per-node {num_devices}")
         torch.cuda.set_device(local_rank)
     if not dist.is_initialized():
         dist.init_process_group("cpu:gloo,cuda:nccl" if has_cuda else "gloo", timeout=_TIMEOUT)

@@ -57,10 +57,8 @@ def multiplication(
     rows = [row(*one) for one in body.items()]
     title = f"{' with '.join(short_names([decoder.target.name, draft]))}, K = {k}, {decoder.acceptance}"
     show_table(console, Table(title, ("arm", "solved", "rate", "95% Wald", "95% Wilson", "tau"), rows))
-    console.print(
-        f"Solved by one arm only: {only_plain} plain, {only_speculative} speculative; McNemar's exact test of no "
-        f"difference: p = {p:.2g}."
-    )
+    only = f"{only_plain} plain, {only_speculative} speculative"
+    console.print(f"Solved by one arm only: {only}; McNemar's exact test of no difference: p = {p:.2g}.")
     more = {"draft": [draft], "num_draft_tokens": k, "num_prompts": num_prompts, "batch_size": batch_size}
     settings = options_json(pair, options, **more)
     difference = {"only_plain": only_plain, "only_speculative": only_speculative, "p": p}

@@ -87,9 +87,8 @@ def replay(
         raise OptionError("--format", log_format, f"choose {' or '.join(_FORMATS)}")
     given = [prompts is not None, tokenizer_of is not None]
     if target is not None and log_format == "tensors":
-        raise OptionError(
-            "--target", target, "tensors do not name the model that wrote them: write a log with generate --output"
-        )
+        remedy = "tensors do not name the model that wrote them: write a log with generate --output"
+        raise OptionError("--target", target, remedy)
     if (log_format == "tensors" and not all(given)) or (log_format != "tensors" and any(given)):
         raise OptionError("--format", log_format, "tensors need --prompts and --tokenizer-of; a log takes neither")
     if seed < 0:

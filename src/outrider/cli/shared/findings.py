@@ -34,15 +34,9 @@ def show_findings(
     tokenizer: Any | None,
     remarks: Sequence[str] = (),
 ) -> None:
-    """Print all findings and the verdict.
-
-    Args:
-        word: of a verdict that passed.
-        level: probability of a false alarm.
-        towards: direction of the tests.
-        unit: of a difference's index: "prompt" or "line".
-        remarks: printed before the verdict.
-    """
+    """Print all findings and the verdict. ``word``: of a verdict that passed. ``level``: probability of a false alarm.
+    ``towards``: direction of the tests. ``unit``: of a difference's index: "prompt" or "line". ``remarks``: printed
+    before the verdict."""
     from outrider.measure.tables import new_table
 
     def verdict(is_ok: bool) -> str:
@@ -120,10 +114,8 @@ def difference_lines(report: GreedyReport, unit: str, tokenizer: Any | None) -> 
     for one in report.differences:
         margin, gap = ("-" if value is None else f"{value:.2g}" for value in (one.margin, one.gap))
         plain, other = token(one.plain_id), token(one.other_id)
-        yield (
-            f"{unit} {one.prompt} differs from token {one.position} on ({plain} in plain decoding, {other} here): "
-            f"margin {margin}, rounding {gap}: {one.verdict}"
-        )
+        differing = f"differs from token {one.position} on ({plain} in plain decoding, {other} here)"
+        yield f"{unit} {one.prompt} {differing}: margin {margin}, rounding {gap}: {one.verdict}"
 
 
 def report_findings(

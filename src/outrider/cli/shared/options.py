@@ -112,12 +112,8 @@ class EndOptions:
 
     def to_options(self, default: int = DEFAULT_MAX_NEW_TOKENS) -> dict[str, Any]:
         """Keyword arguments for a decoder. ``default``: tokens, unless the command line says how many."""
-        return {
-            "max_new_tokens": self.max_new_tokens or default,
-            "stop": tuple(self.stop or ()),
-            "stop_token_ids": tuple(self.stop_token_ids or ()),
-            "ignore_eos": self.ignore_eos,
-        }
+        lists = {"stop": tuple(self.stop or ()), "stop_token_ids": tuple(self.stop_token_ids or ())}
+        return {"max_new_tokens": self.max_new_tokens or default, **lists, "ignore_eos": self.ignore_eos}
 
 
 @dataclass(frozen=True)
@@ -238,11 +234,8 @@ def parse_k(text: str, remedy: str = "") -> list[NumDraftTokens]:
         match = re.fullmatch(r"(\d+)\s*(?:-\s*(\d+))?", part)
         low, high = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
         if part != "auto" and not 1 <= low <= high <= MAX_NUM_DRAFT_TOKENS:
-            remedy = (
-                f"whole numbers from 1 to {MAX_NUM_DRAFT_TOKENS}, like 4, 1-8 or 1,2,4, or auto "
-                "(plain decoding: --draft none)"
-            )
-            raise OptionError("-k/--num-draft-tokens", text, remedy)
+            numbers = f"whole numbers from 1 to {MAX_NUM_DRAFT_TOKENS}, like 4, 1-8 or 1,2,4, or auto"
+            raise OptionError("-k/--num-draft-tokens", text, f"{numbers} (plain decoding: --draft none)")
         ks |= {*range(low, high + 1)} - {0}
     found: list[NumDraftTokens] = [*sorted(ks)]
     if "auto" in parts:

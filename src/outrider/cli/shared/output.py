@@ -98,10 +98,8 @@ def report_context_limit(model: str, context_len: int, prompts: Sequence[Sequenc
     longest = max(map(len, prompts))
     if longest + max_new_tokens > context_len:
         prompt = "prompt" if len(prompts) == 1 else "longest prompt"
-        say(
-            f"-n {max_new_tokens} exceeds the context of {short_name(model)}, {context_len} tokens: "
-            f"with {longest} in the {prompt}, at most {context_len - longest} are generated"
-        )
+        limit = f"with {longest} in the {prompt}, at most {context_len - longest} are generated"
+        say(f"-n {max_new_tokens} exceeds the context of {short_name(model)}, {context_len} tokens: {limit}")
 
 
 def check_files(values: Mapping[str, Any]) -> None:
