@@ -182,10 +182,9 @@ def measure_costs(
     size: dict[str, int] = {"num_rows": num_rows, "length": context, "num_passes": _NUM_PLAN_PASSES}
     taken = time_rounds(arms, rule, **size, sampling=sampling, on_pass=on_pass)
     average = _average_of([target, *(lm for drafter in drafters.values() for lm in drafter.models)])
-    plain, *rounds = (
-        RoundCost(*(average([getattr(one, name) for one in timings]) for name in ("decode_s", "draft_s", "verify_s")))
-        for timings in taken
-    )
+    names = "decode_s", "draft_s", "verify_s"
+    averages = ((average([getattr(one, name) for one in timings]) for name in names) for timings in taken)
+    plain, *rounds = (RoundCost(*each) for each in averages)
     by_key = dict(zip(keys, rounds, strict=True))
     lookups = [name for name, drafter in drafters.items() if ks[name] and not drafter.models]
     prefill_s = statistics.median(one.prefill_s for one in taken[0] if one.prefill_s > 0)

@@ -62,9 +62,7 @@ def multiplication(
     more = {"draft": [draft], "num_draft_tokens": k, "num_prompts": num_prompts, "batch_size": batch_size}
     settings = options_json(pair, options, **more)
     difference = {"only_plain": only_plain, "only_speculative": only_speculative, "p": p}
-    answers = zip(*(result.answers for result in scores.values()), strict=True)
-    solved = [
-        {"a": a, "b": b, **dict(zip(scores, own, strict=True))} for (a, b), own in zip(sheet, answers, strict=True)
-    ]
+    answers = ({name: result.answers[i] for name, result in scores.items()} for i in range(num_prompts))
+    solved = [{"a": a, "b": b} | own for (a, b), own in zip(sheet, answers, strict=True)]
     document = {"scores": body, "difference": difference, "problems": solved}
     write_json(json_target, "eval-multiplication", settings, document, decoder)

@@ -54,10 +54,9 @@ def plan(
     """Predict the speed-up of every draft and K. From measured costs and acceptance; the result may be: no draft."""
     default_k = _EAGER_K if what_if is None else _WHAT_IF_K
     ks = shared.parse_constant_k(num_draft_tokens or default_k)
-    sizes, contexts = (
-        shared.parse_numbers(name, value, "comma-separated whole numbers >= 1, like 1,4")
-        for name, value in (("--batch-size", batch_size), ("--context", context))
-    )
+    remedy = "comma-separated whole numbers >= 1, like 1,4"
+    sizes = shared.parse_numbers("--batch-size", batch_size, remedy)
+    contexts = shared.parse_numbers("--context", context, remedy)
     sampling = shared.over_checkpoint(sampling, command, generation_config, pair.target, pair.models)
     options = sampling.to_options(seed=seed, num_seeds=1, max_new_tokens=max_new_tokens)
     if what_if is not None:

@@ -72,7 +72,9 @@ class ServeOptions:
         "--priority-across-clients",
     )
     queue_timeout_s: float = _server(
-        *(600.0, "Maximum seconds that a request waits for a slot; then it gets 503.", "--queue-timeout"),
+        600.0,
+        "Maximum seconds that a request waits for a slot; then it gets 503.",
+        "--queue-timeout",
         min=1e-3,
         metavar="S",
     )
@@ -94,7 +96,7 @@ class ServeOptions:
         metavar="FILE",
     )
     shutdown_timeout_s: float = _server(
-        *(30.0, "Seconds that running requests may continue after SIGTERM.", "--shutdown-timeout"), min=0, metavar="S"
+        30.0, "Seconds that running requests may continue after SIGTERM.", "--shutdown-timeout", min=0, metavar="S"
     )
 
 

@@ -71,10 +71,9 @@ def show_findings(
         if wanted is not None and (least is None or least > wanted):
             console.print(f"The limit exceeds the requested {wanted:.2%}.")
         if statistical.estimate is not None:
-            console.print(
-                f"Estimated: {statistical.estimate:+.2%} ± {statistical.estimate_std:.2%} (one standard error); "
-                f"mean of -log p minus the entropy: {statistical.surprise_excess:+.4f} nats."
-            )
+            estimate = f"{statistical.estimate:+.2%} ± {statistical.estimate_std:.2%} (one standard error)"
+            excess = f"mean of -log p minus the entropy: {statistical.surprise_excess:+.4f} nats"
+            console.print(f"Estimated: {estimate}; {excess}.")
     if certificate.greedy:
         title = f"Same bytes as plain decoding: {certificate.greedy[0].promise}"
         table = new_table(title, "texts", "number", "tokens", "differ", "verdict")

@@ -63,9 +63,7 @@ def flat(command: Callable[..., None]) -> Callable[..., None]:
         if has_first:
             _place_first(values, is_target_given=is_given(context, "target"))
         check_files(values)
-        arguments = {
-            name: group(**{member: values.pop(member) for member in members[name]}) for name, group in groups.items()
-        }
+        arguments = {name: group(**{one: values.pop(one) for one in members[name]}) for name, group in groups.items()}
         command(**arguments, **values)
 
     flattened.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]

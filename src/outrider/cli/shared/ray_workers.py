@@ -38,7 +38,9 @@ class RayOptions:
         metavar="ADDRESS",
     )
     ray_workers: int | None = field_of(
-        *(MACHINE_PANEL, None, "Number of workers, each with its own models. Default: as many as fit."),
+        MACHINE_PANEL,
+        None,
+        "Number of workers, each with its own models. Default: as many as fit.",
         min=1,
         metavar="N",
     )
