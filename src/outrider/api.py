@@ -124,7 +124,7 @@ def load(
     check_choice(generation_config)
     stated = StatedSampling()
     if isinstance(target, (str, Path)):
-        stated = stated_sampling(resolve(str(target), models_file), generation_config)
+        stated = stated_sampling(resolve(str(target), models_file), generation_config, checkpoint.file)
         if line := stated.text(short_name(checkpoint.name), stated.defaults):
             _SAMPLING.info("%s", line)
     end = turn_end(checkpoint.tokenizer)

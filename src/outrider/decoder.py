@@ -40,20 +40,22 @@ from outrider.runtime.lm import LM
 from outrider.runtime.media import read_media
 from outrider.sampling.rules import GUMBEL, RULES
 from outrider.text.chat_images import chat_inputs, has_images
-from outrider.text.output_parser import ThoughtSplitter
 from outrider.text.prompts import begun_of, check_ids, check_padding, is_chat, media_of, prompts_of, without_media
 from outrider.text.row_text import RowText
 from outrider.text.thinking import Thinking
+from outrider.text.thought_splitter import ThoughtSplitter
 from outrider.text.tokenizer import Detokenizer, Prompt, encode
 
 _LEAST_SESSION_CAPACITY = 2048  # tokens of a slot, so that most sessions never grow
 
 
 class ReadPrompt(NamedTuple):
-    """A checked prompt for any number of requests: token ids, and what the model has read of images (None for text)."""
+    """A checked prompt for any number of requests: token ids, what the model has read of images (None for text), and
+    the text that the output continues (see ``begun_of``)."""
 
     ids: Sequence[int]
     media: MediaPrompt | None
+    begun: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,10 +216,11 @@ class Decoder(BlockingCalls):
 
     def read(self, prompt: Prompt) -> ReadPrompt:
         """A prompt for several requests: it is encoded, and its images are read, only once. Raises PromptError."""
+        begun = begun_of(prompt)
         prompt = chat_inputs(self.processor, prompt) if has_images(prompt) else prompt  # type: ignore[arg-type]
         inputs = media_of(prompt)
         ids = self._checked_ids(without_media(prompt), has_images=bool(inputs))
-        return ReadPrompt(ids, read_media(self.target, ids, inputs) if inputs else None)
+        return ReadPrompt(ids, read_media(self.target, ids, inputs) if inputs else None, begun)
 
     def read_options(self, options: Mapping[str, Any]) -> ReadOptions:
         """Options for several requests: see ``request``. Raises OptionError."""
@@ -240,7 +243,6 @@ class Decoder(BlockingCalls):
         includes_stop: bool = False,
         thinking: Thinking | None = None,
         splits_thoughts: bool = True,
-        begun: str | None = None,
         is_repeatable: bool = True,
         reports_drafts: bool = False,
     ) -> RequestState:
@@ -253,14 +255,12 @@ class Decoder(BlockingCalls):
             includes_stop: the token or string that ends the text is written in it.
             thinking: markers of thoughts, after which constraints begin.
             splits_thoughts: separate thoughts from text; then stop strings count after thoughts alone.
-            begun: of a prompt that was read before; see ``begun_of``.
             is_repeatable, reports_drafts: see ``CallOptions``.
         """
         target, tokenizer = self.target, self.tokenizer
         options = options if isinstance(options, ReadOptions) else self.read_options(options)
         sampling = options.sampling
-        begun = begun if isinstance(prompt, ReadPrompt) else begun_of(prompt)
-        ids, media = prompt if isinstance(prompt, ReadPrompt) else self.read(prompt)
+        ids, media, begun = prompt if isinstance(prompt, ReadPrompt) else self.read(prompt)
         if not (has_seed := sampling.seed is not None):  # 53 bits: JSON numbers are float64 in other languages
             sampling = with_checked(sampling, seed=secrets.randbits(53))
         ends = self.ends_of(ids)
@@ -372,8 +372,8 @@ class Decoder(BlockingCalls):
             except PromptError as error:
                 raise PromptError(f"prompt {index}: {error}" if len(prompts) > 1 else str(error)) from None
             for row in rows[index * n : (index + 1) * n]:
-                own = {"begun": begun_of(prompt), "is_repeatable": is_repeatable, "reports_drafts": reports_drafts}
                 resumed = () if resume_ids is None else resume_ids[len(states)]
+                own = {"is_repeatable": is_repeatable, "reports_drafts": reports_drafts}
                 states.append(self.request(read, row, resume_ids=resumed, **own))
         return states
 

@@ -10,10 +10,13 @@ import torch
 from rich.console import Console
 
 from commands import Outrider, only_document
+from gguf_models import CASES, write_case
 from outrider.cli.commands import generate as command
 from outrider.cli.shared.prompt_job import Setup
 from outrider.errors import PromptError
 from outrider.models.registry import Placement
+from outrider.native.families import plan_of
+from outrider.native.model_config import ModelConfig
 from pairs import depend_on_columns, embedded, stating
 
 PROMPT = "Once upon a time there was a miller"
@@ -178,3 +181,19 @@ def test_verified_bytes(outrider: Outrider, monkeypatch: pytest.MonkeyPatch) -> 
     ended = outrider(*words)
     assert ended.code == 1 and re.search(r"\ntext 0 differs from token \d+ on .*: bug\n$", ended.err)
     assert len(only_document(ended.out, "generate")["same_bytes"]["differences"]) == 1
+
+
+def test_a_model_is_verified_by_the_code_of_transformers(
+    outrider: Outrider, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GGUF file, whose plan is right; then one that is run by a wrong plan."""
+    files = [write_case(tmp_path / f"{name}.gguf", CASES["llama"]) for name in ("right", "wrong", "eager")]
+    words = "-n", 2, "--draft", "none", "--verify-model"
+    ended = outrider("generate", files[0], "a", *words)
+    assert f"verified: {files[0]} gives the logits of Transformers' LlamaForCausalLM\n" in ended.err
+    wrong = lambda config: plan_of(ModelConfig(config.to_dict() | {"rms_norm_eps": 1.0}))  # noqa: E731
+    monkeypatch.setattr("outrider.models.planned.plan_of", wrong)
+    refused = outrider("generate", files[1], "a", *words)
+    assert refused.code == 2 and "does not give the logits of Transformers' LlamaForCausalLM" in refused.error
+    ended = outrider("generate", files[2], "a", *words, "--execution", "eager")
+    assert "eager.gguf runs in the code of Transformers' LlamaForCausalLM itself\n" in ended.err

@@ -2,10 +2,13 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from assistants import assistant_pair
 from block_heads import tiny_block_drafter
@@ -24,9 +27,11 @@ from outrider.drafters.lookups import SuffixSession, ngram_drafter, suffix_draft
 from outrider.drafters.model import ModelSession, model_drafter, self_drafter
 from outrider.drafters.translated import translated_drafter
 from outrider.measure.teacher_forcing import Text
+from outrider.models.executions import capture
 from outrider.models.few_tokens import with_few_tokens
 from outrider.options import Sampling
 from outrider.records import Draft
+from outrider.runtime import cuda_graphs
 from outrider.runtime.lm import LM
 from outrider.sampling.rules import GUMBEL, RULES
 from outrider.text.spelling import Spelling
@@ -179,6 +184,27 @@ def test_the_output_is_that_of_plain_decoding(name: str) -> None:
     assert num_accepted > 0
 
 
+_OPTIONS = {"top_k": 2, "top_p": 0.9, "min_p": 0.1, "presence_penalty": 0.2, "frequency_penalty": 0.5, "min_tokens": 2}
+_OPTIONS |= {"repetition_penalty": 1.3, "logit_bias": {1: 0.3}, "stop_token_ids": (0,)}
+
+
+@pytest.mark.parametrize("name", ["sure", "parallel", "eagle3", "dflash2", "assistant, centroids"])
+def test_no_captured_step_waits_for_a_value(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fake tensors have none."""
+    called, required = cuda_graphs._called, partial(capture, is_required=True)
+
+    def fake(inputs: Any, call: Any) -> Any:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            call()
+        return called(inputs, call)
+
+    monkeypatch.setattr(cuda_graphs, "_called", fake)
+    target, drafter = PAIRS[name]()
+    for options, rule in product(({"temperature": 0.0}, _OPTIONS), RULES.values()):
+        asked = [request(ids, max_new_tokens=9, **options) for ids in PROMPTS]
+        tokens(required(target), drafter.with_models(required), asked, rule, K)
+
+
 @pytest.mark.parametrize("name", ["greedy", "suffix", "hybrid", "translated", "eagle3"])
 def test_a_round_follows_the_targets_law(name: str) -> None:
     """By enumeration."""
@@ -249,7 +275,7 @@ def test_a_block_as_wide_as_the_round_is_detected(monkeypatch: pytest.MonkeyPatc
 
 
 def _with_drafts_only(right: Any) -> Any:
-    return lambda self, tokens: right(self, tokens) if tokens.ids.shape[1] > 1 else None
+    return lambda self, result: right(self, result) if result.places.shape[1] > 1 else None
 
 
 def _keeping_rejected_tokens(right: Any) -> Any:

@@ -84,36 +84,37 @@ def _after_replays(program: Any, change: Callable[[], Any]) -> None:
     program.replay = wrong
 
 
-def _with_stale_inputs(program: Any, stores: list[Tensor]) -> None:
+def _with_stale_inputs(program: Any, call: Any) -> None:
     program.inputs = [one.clone() for one in program.inputs]
 
 
-def _with_a_stale_result(program: Any, stores: list[Tensor]) -> None:
+def _with_a_stale_result(program: Any, call: Any) -> None:
     result = cuda_graphs._tensors(program.results)[0]
     old = result.clone()
     _after_replays(program, lambda: result.copy_(old))
 
 
-def _failing(program: Any, stores: list[Tensor]) -> None:
+def _failing(program: Any, call: Any) -> None:
     _after_replays(program, [None].pop)  # at the second replay
 
 
-def _with_other_states(program: Any, stores: list[Tensor]) -> None:
+def _with_other_states(program: Any, call: Any) -> None:
+    _, stores = call.args
     _after_replays(program, lambda: stores[-1].add_(1))
 
 
-def _with_rounding(program: Any, stores: list[Tensor]) -> None:
+def _with_rounding(program: Any, call: Any) -> None:
     numbers = [one for one in cuda_graphs._tensors(program.results) if one.is_floating_point()]
     _after_replays(program, lambda: [one.mul_(1 + 1e-10) for one in numbers])
 
 
-def _spoil(patch: pytest.MonkeyPatch, change: Callable[[Any, list[Tensor]], None]) -> None:
+def _spoil(patch: pytest.MonkeyPatch, change: Callable[[Any, Any], None]) -> None:
     """Let a device capture wrongly."""
     called = cuda_graphs._called
 
     def wrong(inputs: list[Tensor], call: Any) -> Any:
         program = called(inputs, call)
-        change(program, call.args[1])
+        change(program, call)
         return program
 
     patch.setattr(cuda_graphs, "_called", wrong)
@@ -141,7 +142,7 @@ def test_a_device_that_captures_wrongly_changes_no_text(
     for _ in range(2):
         assert tokens(fast, fast_drafter, REQUESTS, REJECTION, 3) == want
     assert sorted(line.split()[0] for line in caplog.messages) == sorted(lm.name for lm in (target, *drafter.models))
-    assert all(line.endswith(": it runs eagerly from here on") for line in caplog.messages)
+    assert all(line.endswith(": the model runs eagerly from here on") for line in caplog.messages)
     assert fast.execution.name == "eager"
     with pytest.raises(ExecutionError, match=f"^target {message}"):
         tokens(capture(target, is_required=True), drafter, REQUESTS, REJECTION, 3)

@@ -82,7 +82,9 @@ def test_a_client_has_a_limit_of_its_own(monkeypatch: pytest.MonkeyPatch) -> Non
         for stream in reversed(streams):
             stream.close()
         wait_until(lambda: server.num_open == 0)
-    assert Admission(8, None, set()).most_of_one == 6  # a quarter stays free for others, unless told otherwise
+    assert (
+        Admission(8, None, set(), lambda: 1).most_of_one == 6
+    )  # a quarter stays free for others, unless told otherwise
 
 
 def test_a_prompt_that_cannot_have_room_is_not_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ from outrider.api import load
 from outrider.decoder import Decoder
 from outrider.errors import ModelNotFound
 from outrider.requests import async_session
-from outrider.serve import admission, answers, app, prepare, race
+from outrider.serve import admission, answers, app, prepare, race, served_model
 from outrider.serve.served_model import ServerOptions
 from outrider.serve.server import Server, listen
 from pairs import broken_model, word_tokenizer
@@ -87,7 +87,8 @@ def test_a_slow_reader_stops_nobody(server: Running) -> None:
 def test_a_request_that_has_waited_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """A status reports it; texts that have begun go on, and so do the others of their request, which wait for them."""
     now = [1.0]  # the clock of tickets
-    monkeypatch.setattr(async_session, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    for module in (async_session, served_model):
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     two = LONG | {"n": 2, "stream": True}
     with running(words(1_000_000), num_slots=1, context_len=1_000_000) as server, server.http() as http:
         with http.stream("POST", "/v1/completions", json=two) as stream, ThreadPoolExecutor(1) as pool:

@@ -178,7 +178,7 @@ def test_models(client: OpenAI, server: Running) -> None:
     cards = client.models.list().data
     assert [card.id for card in cards] == ["fable", "another-name"]
     assert {card.max_model_len for card in cards} == {512}
-    assert {card.same_bytes for card in cards} == {server.model.decoder.target.execution.same_bytes}
+    assert {card.same_bytes for card in cards} == {server.model.decoder.target.same_bytes}
     answer = client.completions.create(model="another-name", prompt="A", max_tokens=1)
     assert answer.model == "another-name"
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.drafters.base import CommittedTokens, Drafter, Prefill, Rows, Session, empty_draft
+from outrider.drafters.base import Drafter, Prefill, Rows, Session, VerifyResult, empty_draft
 from outrider.records import Draft
 from outrider.runtime.lm import LM
 from outrider.sampling.probs import to_probs
@@ -99,13 +99,13 @@ class _HeadSession(Session):
         for row, (start, end) in enumerate(zip(chunk.starts, chunk.ends, strict=True)):
             self.states[chunk.first_slot + row, start:end] = chunk.features[row, : end - start]
 
-    def observe(self, committed: CommittedTokens) -> None:
-        assert committed.features is not None
-        num_rows, num_columns, _ = committed.features.shape
+    def observe(self, result: VerifyResult) -> None:
+        assert result.features is not None
+        num_rows, num_columns, _ = result.features.shape
         columns = torch.arange(num_columns)
-        is_valid = committed.old_lengths[:, None] + columns < committed.lengths[:, None]
-        places = torch.where(is_valid, committed.old_lengths[:, None] - 1 + columns, self.states.shape[1] - 1)
-        self.states[torch.arange(num_rows)[:, None], places] = committed.features
+        is_valid = result.old_lengths[:, None] + columns < result.lengths[:, None]
+        places = torch.where(is_valid, result.old_lengths[:, None] - 1 + columns, self.states.shape[1] - 1)
+        self.states[torch.arange(num_rows)[:, None], places] = result.features
         self.states[:, -1] = 0
 
 

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from outrider.text.output_parser import CallParser, OutputParser, Piece, ThoughtSplitter
+from outrider.text.output_parser import CallParser, OutputParser
 from outrider.text.thinking import Stage, Thinking
+from outrider.text.thought_splitter import Piece, ThoughtSplitter
 from outrider.text.tool_formats import TOOL_FORMATS
 
 NAMES = ["weather", "time"]

@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.records import FinishReason
-from outrider.text.output_parser import ThoughtSplitter
 from outrider.text.row_text import RowText
 from outrider.text.thinking import Stage, Thinking
+from outrider.text.thought_splitter import ThoughtSplitter
 from outrider.text.tokenizer import Detokenizer
 from pairs import byte_level_tokenizer
 

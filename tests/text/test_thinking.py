@@ -8,7 +8,10 @@ import pytest
 from tokenizers import AddedToken
 
 from outrider.errors import OptionError
+from outrider.text.row_text import RowText
 from outrider.text.thinking import Stage, Thinking, Thoughts, thinking_of
+from outrider.text.thought_splitter import ThoughtSplitter
+from outrider.text.tokenizer import Detokenizer
 from pairs import byte_level_tokenizer
 
 MARKERS = Thinking("<think>", "</think>", (90,), 91)
@@ -122,7 +125,10 @@ def test_channels_may_be_thoughts() -> None:
     text = f"{thought}Hm<|end|>{turn}{answer}Yes<|end|>{turn}{thought}Hm, no"
     ids = tokenizer(text).input_ids
     expected = len(tokenizer("HmHm, no").input_ids)
-    assert [thinking.num_thoughts(tokenizer, stage, ids) for stage in ("before", "after")] == [expected] * 2
+    for stage in ("before", "after"):
+        shown = Detokenizer(tokenizer, ids[:1], [*thinking.ids, *thinking.answer_ids])
+        row = RowText(shown, (), (), thoughts=ThoughtSplitter(thinking, stage))
+        assert {row.push(token_id) for token_id in ids} == {None} and row.num_thoughts == expected
 
 
 @pytest.mark.parametrize("has_inner", [False, True])

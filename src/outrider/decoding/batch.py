@@ -15,8 +15,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from outrider.decoding.verify import VerifyResult
-from outrider.drafters.base import Rows
+from outrider.drafters.base import Rows, VerifyResult
 from outrider.records import Constraint, Request
 from outrider.runtime.lm import LM
 from outrider.sampling.candidates import CandidateBuffers

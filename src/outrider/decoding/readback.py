@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from outrider.decoding.batch import Row, SlotRows
-from outrider.decoding.verify import VerifyResult
+from outrider.drafters.base import VerifyResult
 from outrider.errors import NumericsError, OutriderError
 from outrider.records import Draft, DraftedToken, FinishReason, Origin, RowRound, TokenLogprob
 from outrider.sampling.probs import wide

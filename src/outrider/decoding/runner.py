@@ -21,7 +21,7 @@ from torch import Tensor
 from outrider.decoding.batch import Batch, Row, SlotRows
 from outrider.decoding.readback import StartedRound, copies_for_host
 from outrider.decoding.verify import VerifyStep
-from outrider.drafters.base import CommittedTokens, Drafter, Prefill, pad
+from outrider.drafters.base import Drafter, Prefill, pad
 from outrider.runtime.execution import Clock
 from outrider.runtime.lm import LM, PREFILL_TOKENS
 from outrider.runtime.media import prefill_media
@@ -145,7 +145,7 @@ class Runner:
                 verified = self.clock.mark()
 
             batch.commit(rows, result)
-            self.session.observe(CommittedTokens(result.committed, result.places, result.lengths, result.features))
+            self.session.observe(result)
             # Prepared steps overwrite their results: copy what is read after the next round starts.
             copies = copies_for_host(rows, draft, result, copy=self._copies_reports)
         prefills, self._prefills = self._prefills, []

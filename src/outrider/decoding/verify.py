@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from outrider.drafters.base import VerifyResult
 from outrider.records import Draft
 from outrider.runtime.cache import SlotCache
 from outrider.runtime.lm import LM
@@ -18,33 +19,6 @@ from outrider.sampling.history import History
 from outrider.sampling.masks import Masked
 from outrider.sampling.probs import Settings, rows_of
 from outrider.sampling.rules import Rule
-
-
-@dataclass(frozen=True, slots=True)
-class VerifyResult:
-    """The results of a verify step.
-
-    Attributes:
-        logits: [B, K+1, V]
-        committed: the accepted tokens and the one after them, which fills the remaining columns. [B, K+1]
-        places: positions of the committed tokens. [B, K+1]
-        lengths: the lengths of the sequences after the round. [B]
-        last_ids: the last two tokens of the sequences after the round. [B, 2]
-        report: for the host: ``committed``; the numbers of accepted and of verified drafted tokens; whether the
-            target's logits after the accepted ones are not finite, so that no token follows them; and whether the
-            draft was cut, as its logits were not finite. [B, K+5]
-        drafted_probs: see ``Verdict``. [B, K, 2]
-        features: hidden states of the tokens fed, if the drafter asks for features. [B, K+1, F]
-    """
-
-    logits: Tensor
-    committed: Tensor
-    places: Tensor
-    lengths: Tensor
-    last_ids: Tensor
-    report: Tensor
-    drafted_probs: Tensor
-    features: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)

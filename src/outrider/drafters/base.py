@@ -90,20 +90,31 @@ class Prefill(NamedTuple):
         return torch.where(positions < ends[:, None], positions, -1)
 
 
-class CommittedTokens(NamedTuple):
-    """The result of a round, in tensors of fixed shape, which are valid until the session drafts again.
+@dataclass(frozen=True, slots=True)
+class VerifyResult:
+    """The results of a round's verify step, in tensors of fixed shape, which are valid until the session drafts again.
 
     Attributes:
-        ids: the committed tokens; columns beyond them repeat the last one. [B, K+1]
-        places: positions of the columns. [B, K+1]
+        logits: [B, K+1, V]
+        committed: the accepted tokens and the one after them, which fills the remaining columns. [B, K+1]
+        places: positions of the committed tokens. [B, K+1]
         lengths: the lengths of the sequences after the round. [B]
+        last_ids: the last two tokens of the sequences after the round. [B, 2]
+        report: for the host: ``committed``; the numbers of accepted and of verified drafted tokens; whether the
+            target's logits after the accepted ones are not finite, so that no token follows them; and whether the
+            draft was cut, as its logits were not finite. [B, K+5]
+        drafted_probs: see ``Verdict``. [B, K, 2]
         features: hidden states of the tokens fed to the target: column c belongs to position old_length - 1 + c, and is
             valid where old_length + c < length; None if the drafter asks for no features. [B, K+1, F]
     """
 
-    ids: Tensor
+    logits: Tensor
+    committed: Tensor
     places: Tensor
     lengths: Tensor
+    last_ids: Tensor
+    report: Tensor
+    drafted_probs: Tensor
     features: Tensor | None
 
     @property
@@ -114,7 +125,7 @@ class CommittedTokens(NamedTuple):
     @property
     def feature_positions(self) -> Tensor:
         """Positions of the features, -1 where they are not valid. [B, K+1]"""
-        following = self.old_lengths[:, None] + torch.arange(self.ids.shape[1], device=self.ids.device)
+        following = self.old_lengths[:, None] + torch.arange(self.places.shape[1], device=self.places.device)
         return torch.where(following < self.lengths[:, None], following - 1, -1)
 
 
@@ -148,7 +159,7 @@ class Session(ABC):
     def prefill(self, chunk: Prefill) -> None:  # noqa: B027
         """Receive a chunk of prompts that was fed to the target."""
 
-    def observe(self, committed: CommittedTokens) -> None:  # noqa: B027
+    def observe(self, result: VerifyResult) -> None:  # noqa: B027
         """Receive the result of a round that was committed, with drafts or without."""
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.drafters.base import CommittedTokens, Prefill, Rows, Session, empty_draft
+from outrider.drafters.base import Prefill, Rows, Session, VerifyResult, empty_draft
 from outrider.drafters.draft_options import DraftOptions
 from outrider.drafters.drawing import DraftStep, Logits, owed
 from outrider.drafters.head_states import keep_states, of_tokens, stored_states
@@ -106,10 +106,10 @@ class ChainSession(Session):
         self._feed_late(cache, chunk.ids, cached, torch.tensor(ends, device=device), max(late), max(chunk.ends))
         self._num_late[begin:end] = [1] * len(chunk.ends)
 
-    def observe(self, committed: CommittedTokens) -> None:
-        assert committed.features is not None
-        num_rows, width, _ = committed.features.shape
-        keep_states(self._head, self._cache.first(num_rows), committed.features, committed.feature_positions)
+    def observe(self, result: VerifyResult) -> None:
+        assert result.features is not None
+        num_rows, width, _ = result.features.shape
+        keep_states(self._head, self._cache.first(num_rows), result.features, result.feature_positions)
         self._num_late[:num_rows] = [num + width for num in self._num_late[:num_rows]]
 
     def catch_up(self, rows: Rows) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.drafters.base import CommittedTokens, Prefill, Rows, Session, empty_draft
+from outrider.drafters.base import Prefill, Rows, Session, VerifyResult, empty_draft
 from outrider.drafters.draft_options import DraftOptions
 from outrider.drafters.drawing import DraftStep, Logits
 from outrider.records import Draft
@@ -66,9 +66,9 @@ class StatesSession(Session):
             cache = self._cache.rows(chunk.first_slot, chunk.first_slot + len(chunk.ends))
             self._keep(cache, chunk.features, chunk.feature_positions)
 
-    def observe(self, committed: CommittedTokens) -> None:
-        assert committed.features is not None
-        self._keep(self._cache.first(len(committed.ids)), committed.features, committed.feature_positions)
+    def observe(self, result: VerifyResult) -> None:
+        assert result.features is not None
+        self._keep(self._cache.first(len(result.places)), result.features, result.feature_positions)
 
 
 # All tokens of a round at once: DFlash and DFlash 2

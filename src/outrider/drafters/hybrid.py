@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from outrider.drafters.base import CommittedTokens, Drafter, Prefill, Rows, Session, pad
+from outrider.drafters.base import Drafter, Prefill, Rows, Session, VerifyResult, pad
 from outrider.drafters.lookups import SuffixSession, looked_up
 from outrider.records import Draft
 from outrider.runtime.lm import LM
@@ -63,8 +63,8 @@ class HybridSession(Session):
     def prefill(self, chunk: Prefill) -> None:
         self._other.prefill(chunk)  # look-ups read committed tokens before they draft
 
-    def observe(self, committed: CommittedTokens) -> None:
-        self._other.observe(committed)
+    def observe(self, result: VerifyResult) -> None:
+        self._other.observe(result)
 
     def catch_up(self, rows: Rows) -> bool:
         """Decide who drafts for which row: the other drafter need not catch up in the rows of the suffix."""

@@ -49,6 +49,7 @@ _FUNCTIONS = {  # what each returns; its arguments: a number (n), numbers of a t
     "forward_bytes": ("status", "pnp"),
     "candidates": ("status", "psnnnnlflffb"),
     "one_hot": ("", "pln"),
+    "draw": ("", "plndlll"),
     "verify": ("status", "pnnnlllldnlllld"),
 }
 # Strided float32 (s), and the rest contiguous.
@@ -113,11 +114,14 @@ def separate(matrix: Tensor, rows: Tensor, form: int, width: int, num_threads: i
 
 def call(name: str, pointer: Any, *arguments: Tensor | int | None) -> None:
     """Call a function whose first argument is another pointer. The arguments outlive the call."""
+    given: list[Any] = [pointer]
     for one, kind in zip(arguments, _FUNCTIONS[name][1][1:], strict=True):
-        if isinstance(one, Tensor):
-            check(one.dtype == _DTYPES.get(kind) and (kind == "s" or one.is_contiguous()), "arguments as declared")
-    pointers = (one.data_ptr() if isinstance(one, Tensor) else one for one in arguments)
-    getattr(library(), f"outrider_{name}")(pointer, *pointers)
+        if not isinstance(one, Tensor):
+            given.append(one)
+            continue
+        check(one.dtype == _DTYPES.get(kind) and (kind == "s" or one.is_contiguous()), "arguments as declared")
+        given.append(one.data_ptr())
+    getattr(library(), f"outrider_{name}")(*given)
 
 
 @lru_cache

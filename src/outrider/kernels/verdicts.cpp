@@ -245,15 +245,23 @@ struct Round {
 
 extern "C" {
 
-// The verdict of a rule of sampling/rules.py; of an empty draft: a token that is drawn. Of each sequence: K + 1 rows of p,
-// K of q (null: all at the drafted token), and for `gumbel` (2) the seed and the position; for the others the uniform
-// numbers of noise.py.
+// A token drawn from each row: by a uniform number, or (null) with the noise of a seed and a position.
+void outrider_draw(const CandidateBuffers* buffers, const int64_t* rows, int64_t num_rows, const double* uniforms,
+                   const int64_t* seeds, const int64_t* positions, int64_t* ids) {
+  for (int64_t i = 0; i < num_rows; i++) {
+    Row row = buffers->row(rows[i]);
+    ids[i] = uniforms ? drawn(row, uniforms[i]) : Race{row, uint64_t(seeds[i]), uint32_t(positions[i])}.run();
+  }
+}
+
+// The verdict of a rule of sampling/rules.py. Of each sequence: K + 1 rows of p, K of q (null: all at the drafted
+// token), and for `gumbel` (2) the seed and the position; for the others the uniform numbers of noise.py.
 Status outrider_verify(const CandidateBuffers* buffers, int64_t rule, int64_t num_sequences, int64_t k,
                        const int64_t* p, const int64_t* q, const int64_t* ids, const int64_t* num_drafted,
                        const double* uniforms, int64_t num_uniforms, const int64_t* seeds, const int64_t* positions,
                        int64_t* num_accepted, int64_t* next_ids, double* drafted_probs) try {
   for (int64_t b = 0; b < num_sequences; b++) {
-    Round round(*buffers, p + b * (k + 1), q ? q + b * k : nullptr, ids + b * k, k ? num_drafted[b] : 0,
+    Round round(*buffers, p + b * (k + 1), q ? q + b * k : nullptr, ids + b * k, num_drafted[b],
                 drafted_probs + 2 * b * k);
     const double* own = uniforms + b * num_uniforms;
     if (rule == 0) round.reject(own);

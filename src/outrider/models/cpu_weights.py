@@ -30,14 +30,8 @@ HALVES = {"BF16": torch.bfloat16, "F16": torch.float16}
 def kept_type(
     spec: ModelSpec, placed: Placement, device: torch.device, bare: Any, stated: torch.dtype | None = None
 ) -> torch.dtype | None:
-    """Type in which the large matrices of a checkpoint stay; None if all weights are to be plain tensors.
-
-    Args:
-        placed: on one device of one process; not quantized, or int8, or int4 of our own.
-        bare: the skeleton, in the compute type.
-        stated: the type that the checkpoint's configuration states, used where its files are not on this disk; None to
-            download them.
-    """
+    """Type in which the large matrices of a checkpoint, whose skeleton is ``bare``, stay; None if all weights are to be
+    plain tensors. Files that are not on this disk are downloaded, unless a type is ``stated``."""
     if device.type != "cpu" or bare.dtype != torch.float32 or not large_weights(bare) or not has_kernel(placed):
         return None
     if spec.gguf is not None or placed.quantization not in ("none", "int4"):
@@ -61,19 +55,12 @@ def files_of(spec: ModelSpec) -> list[Path]:
     """Weight files of a checkpoint, downloaded if they are not on this disk."""
     if spec.path is not None:
         return weight_files(spec.path)
-    from huggingface_hub import hf_hub_download, snapshot_download
-    from huggingface_hub.errors import EntryNotFoundError
-
     # Files that Transformers would download next: one, or those of an index.
-    for name in (WHOLE, INDEX):
-        try:
-            found = Path(hf_hub_download(str(spec.hub), name))
-        except EntryNotFoundError:
-            continue
-        if name == INDEX:
-            snapshot_download(str(spec.hub), allow_patterns=indexed_files(found))
-        return weight_files(found.parent)
-    return []
+    if (found := spec.file(WHOLE)) is None and (found := spec.file(INDEX)) is not None:
+        from huggingface_hub import snapshot_download
+
+        snapshot_download(str(spec.hub), allow_patterns=indexed_files(found))
+    return [] if found is None else weight_files(found.parent)
 
 
 def large_weights(model: nn.Module) -> dict[str, ExpertLayout | None]:
@@ -81,7 +68,9 @@ def large_weights(model: nn.Module) -> dict[str, ExpertLayout | None]:
     small model."""
     found: dict[str, ExpertLayout | None] = {}
     for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding) or _is_linear(module):
+        # Other products than nn.Linear's own (Falcon's) would widen their weights in each forward.
+        is_linear = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+        if isinstance(module, nn.Embedding) or is_linear:
             found[f"{name}.weight"] = None
     experts = expert_layouts(model)
     if experts and has_plan(model.config):  # other code would widen the matrices of all experts in each forward
@@ -92,11 +81,7 @@ def large_weights(model: nn.Module) -> dict[str, ExpertLayout | None]:
 
 
 def large_matrices(plan: Plan, shapes: Mapping[str, Sequence[int]]) -> dict[str, ExpertLayout | None]:
-    """Names of the large matrices of a plan, and the layouts of those of experts. None in a small model.
-
-    Args:
-        shapes: of all weights.
-    """
+    """Names of the large matrices of a plan, and the layouts of those of experts. None in a small model."""
     found: dict[str, ExpertLayout | None] = {plan.embedding: None}
     for part in parts(plan):
         if isinstance(part, SidesPlan):
@@ -128,18 +113,10 @@ def is_large(shape: Sequence[int]) -> bool:
     return len(shape) > 1 and math.prod(shape) >= _LEAST_NUMBERS
 
 
-def _is_linear(module: nn.Module) -> bool:
-    """Whether it computes nn.Linear's own product. Others (Falcon's) would widen their weights in each forward."""
-    return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
-
-
 def narrow_weights(model: nn.Module, stored: torch.dtype, *, only_by_columns: bool = False) -> None:
     """Keep the large matrices of a model in the type ``stored``, and those in torchao's int8 as they are; products of
-    few rows then use our kernel.
-
-    Args:
-        only_by_columns: only those of experts by columns (gpt-oss), which the native engine would copy.
-    """
+    few rows then use our kernel. With ``only_by_columns`` only those of experts by columns (gpt-oss), which the native
+    engine would copy."""
     narrow: dict[int, nn.Parameter] = {}
     for name, layout in large_weights(model).items():
         weight = model.get_parameter(name)
@@ -171,15 +148,10 @@ def widen_weights(narrow: Any, config: Any) -> Any:
     The module tree is rebuilt: buffers, and constants in its code, take the type in which it is built.
     """
     wide = without_weights(config)
-    kept = {*large_weights(wide)}
+    kept = large_weights(wide).keys()
     numbers: dict[str, Tensor] = narrow.state_dict()
-    wide.load_state_dict(
-        {
-            name: tensor if name in kept or not tensor.is_floating_point() else tensor.float()
-            for name, tensor in numbers.items()
-        },
-        assign=True,
-    )
+    widened = {name: one.float() for name, one in numbers.items() if name not in kept and one.is_floating_point()}
+    wide.load_state_dict(numbers | widened, assign=True)
     wide.tie_weights()
     wide.generation_config = narrow.generation_config
     return wide

@@ -22,16 +22,10 @@ _LOG = logging.getLogger(__name__)
 
 
 def choose_execution(lm: LM, name: str = "auto") -> LM:
-    """A model of Transformers with an execution. One that runs in its own code is probed.
-
-    Args:
-        name: one of EXECUTIONS (registry.py); "auto" is "native" on the CPU for models that the native engine knows,
-            "captured" on a CUDA device, until a captured step fails or differs, and else "eager".
-
-    Raises:
-        OptionError: the model or its device has not got the execution.
-        UnsupportedModel: its cache cannot be rolled back.
-    """
+    """A model of Transformers with one of EXECUTIONS (registry.py). "auto" is "native" on the CPU for models that the
+    native engine knows, "captured" on a CUDA device, until a captured step fails or differs, and else "eager". A model
+    that runs in its own code is probed. Raises OptionError: the model or its device has not got the execution;
+    UnsupportedModel: its cache cannot be rolled back."""
     is_on_cuda = lm.device.type == "cuda"
     if name == "captured" and not is_on_cuda:
         raise OptionError("execution", name, f"CUDA graphs need a CUDA device, and {lm.name} is on {lm.device}")
@@ -69,11 +63,7 @@ def predicted_execution(config: Any, device: torch.device) -> str:
 
 
 def capture(lm: LM, *, is_required: bool = False) -> LM:
-    """This model in CUDA graphs.
-
-    Args:
-        is_required: see ``CapturedExecution``.
-    """
+    """This model in CUDA graphs (see ``CapturedExecution``)."""
     if isinstance(lm.backend, TransformersForward):
         lm.backend.mixers  # noqa: B018 - found now, or that forward would be captured with a step
     return lm.with_execution(CapturedExecution(is_required=is_required))

@@ -27,16 +27,10 @@ from outrider.runtime.lm import LM
 
 
 def with_few_tokens(lm: LM, token_ids: Tensor, quantization: str | None = None) -> LM:
-    """A draft with logits for some tokens of the target: a model, or a head whose execution is not chosen yet.
-
-    Args:
-        token_ids: ascending. [N]
-        quantization: of the model's weights. With int8 or int4 the rows of the LM head, which a whole model leaves as
-            they are, are rounded to 8 bits where our kernel multiplies them. (4 bits cost a tenth of alpha.)
-
-    Raises:
-        UnsupportedModel: rows of its LM head cannot be taken, or it knows none of these tokens.
-    """
+    """A draft with logits for some tokens of the target, in ascending order [N]: a model, or a head whose execution is
+    not chosen yet. If its weights are int8 or int4, the rows of the LM head, which a whole model leaves as they are,
+    are rounded to 8 bits where our kernel multiplies them. (4 bits cost a tenth of alpha.) Raises UnsupportedModel:
+    rows of its LM head cannot be taken, or it knows none of these tokens."""
     if lm.num_shares > 1:
         raise UnsupportedModel(f"{lm.name} is shared by {lm.num_shares} processes: leave out vocab=")
     rows = _rows_in_model(lm, token_ids) if lm.token_ids is None else _rows_among(lm.token_ids, token_ids)

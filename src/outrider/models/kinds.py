@@ -58,13 +58,8 @@ FAILURES = (TypeError, ValueError, ArithmeticError, RuntimeError, AttributeError
 
 
 def check_counts(name: str, stated: Any, field: str = "") -> None:
-    """Refuse a count or a size that no model has; zeros may have a meaning. Raises ModelCorrupt, which names the field.
-
-    Args:
-        name: of the file.
-        stated: the document of the file, or a value in it.
-        field: name of the field with this value.
-    """
+    """Refuse a count or a size that no model has, in the document of a file or in the value of a field. (Zeros may have
+    a meaning.) Raises ModelCorrupt, which names the field."""
     if isinstance(stated, Mapping):
         for key, value in stated.items():
             check_counts(name, value, str(key))
@@ -77,21 +72,17 @@ def check_counts(name: str, stated: Any, field: str = "") -> None:
 
 @contextmanager
 def building(told: str, config: Any | None = None) -> Iterator[None]:
-    """Translate errors of Transformers' and torch's classes, of many types, for configurations that make no sense.
-
-    Args:
-        told: the beginning of the message.
-        config: that may have led to the error.
-    """
+    """Translate errors of Transformers' and torch's classes, of many types, for configurations that make no sense."""
     import torch
-    from huggingface_hub.errors import StrictDataclassError
 
     try:
         with memory_errors():
             yield
     except torch.OutOfMemoryError:
         raise
-    except (*FAILURES, StrictDataclassError) as error:
+    except Exception as error:
+        if not isinstance(error, FAILURES) and "StrictDataclass" not in type(error).__name__:  # of huggingface_hub
+            raise
         reason = " ".join(str(error).split())[:300]
         raise ModelCorrupt(f"{told} ({type(error).__name__}: {reason}){odd_numbers(config)}") from error
 
@@ -105,11 +96,8 @@ def odd_numbers(config: Any | None) -> str:
 
 
 def check_adapter(name: str, file: Path | None) -> None:
-    """Refuse an adapter: Transformers would ignore it, or load it together with its base. Raises UnsupportedModel.
-
-    Args:
-        file: its adapter_config.json, if there is one.
-    """
+    """Refuse an adapter, by its adapter_config.json, if there is one: Transformers would ignore it, or load it together
+    with its base. Raises UnsupportedModel."""
     if file is None:
         return
     base = json.loads(file.read_text(encoding="utf-8")).get("base_model_name_or_path") or "its base"
@@ -120,13 +108,8 @@ def check_adapter(name: str, file: Path | None) -> None:
 
 
 def check_head(name: str, stated: Mapping[str, Any]) -> None:
-    """Refuse a head by name: it is not a model by itself. Raises UnsupportedModel.
-
-    Args:
-        stated: its config.json.
-    """
-    thing = head_named(stated)
-    if thing is not None:
+    """Refuse a head, by its config.json: it is not a model by itself. Raises UnsupportedModel."""
+    if (thing := head_named(stated)) is not None:
         raise UnsupportedModel(
             f"{name} is {thing}, which works only together with its base model: the target is that model, and a head "
             "of a known kind its draft ('outrider generate --help')"

@@ -52,6 +52,7 @@ class Checkpoint:
     Attributes:
         model: of Transformers, or a planned model; this has a ``forward``.
         execution: one of EXECUTIONS (registry.py); eager for a model in memory, which may be changed.
+        file: the GGUF file.
         end_ids: tokens that end a text, as the files state them; None to look into ``model``.
     """
 
@@ -62,6 +63,7 @@ class Checkpoint:
     execution: str = "eager"
     end_ids: Any = None
     forward: NativeForward | None = None
+    file: GgufFile | None = None
 
     @property
     def eos_ids(self) -> frozenset[int]:
@@ -72,12 +74,8 @@ class Checkpoint:
 
 
 def load_checkpoint(spec: ModelSpec, placement: Placement = _ANYWHERE, *, is_target: bool = False) -> Checkpoint:
-    """Load a model and its tokenizer. Raises ModelNotFound, ModelCorrupt, UnsupportedModel, DeviceError, OptionError,
-    MissingExtra, FileError.
-
-    Args:
-        is_target: all processes of the job share it, unless the placement states otherwise.
-    """
+    """Load a model and its tokenizer. All processes of the job share a target, unless the placement states otherwise.
+    Raises ModelNotFound, ModelCorrupt, UnsupportedModel, DeviceError, OptionError, MissingExtra, FileError."""
     job = _Job.of(spec, placement, is_target=is_target)
     file = open_file(spec)
     planned, end_ids = _load_planned(job, file), None
@@ -103,7 +101,7 @@ def load_checkpoint(spec: ModelSpec, placement: Placement = _ANYWHERE, *, is_tar
     processor = load_processor(spec) if reads_images else None
     if planned is not None:
         planned[1].wait()
-    return Checkpoint(job.name, model, tokenizer, processor, job.placed.execution, end_ids, forward)
+    return Checkpoint(job.name, model, tokenizer, processor, job.placed.execution, end_ids, forward, file)
 
 
 def _load_planned(job: _Job, file: GgufFile | None) -> tuple[NativeForward, BackgroundCopies] | None:
@@ -123,7 +121,11 @@ def _load_planned(job: _Job, file: GgufFile | None) -> tuple[NativeForward, Back
             else:
                 num_digits, needs_blocks = quantize.num_digits_of(placed.quantization), placed.quantization != "none"
                 model, copies = planned_file(job.spec, file, num_digits, needs_blocks=needs_blocks)
-            return NativeForward(model), copies
+            forward, config = NativeForward(model), vars(model.config)
+            stated = config.get("vocab_size"), config.get("hidden_size")
+            if stated != (forward.vocab_size, forward.width) or not isinstance(context_len(model.config), int):
+                raise NotPlanned("its configuration states other sizes than its weights have")
+            return forward, copies
     except NotPlanned as reason:
         _LOG.info("%s is loaded by Transformers: %s", job.name, reason)
         return None
@@ -170,6 +172,11 @@ class _Job:
         is_eager = self.placed.execution == "eager" or self.quantization != "none" or not self.is_float32_on_cpu
         return not is_eager and cpu_weights.has_kernel(replace(self.placed, store=None))
 
+    def skeleton(self, config: Any) -> Any:
+        dtype = self.dtype or config.get_text_config(decoder=True).dtype or torch.bfloat16  # as most are stored
+        with torch.device("meta"):
+            return skeleton(quantize.plain_config(config), dtype)
+
 
 def _loader(job: _Job, config: Any, file: GgufFile | None) -> tuple[int, Callable[[], Any]]:
     """Bytes of a model's weights, and the way to load them; or the reason why there is none."""
@@ -186,7 +193,7 @@ def _loader(job: _Job, config: Any, file: GgufFile | None) -> tuple[int, Callabl
     bare: Any = None
     kept, weights = None, None
     if method in (None, "gguf"):
-        bare = _skeleton(job, config)
+        bare = job.skeleton(config)
         if job.is_alone and job.quantization in ("none", "int8", "int4"):
             kept = cpu_weights.kept_type(spec, placed, job.device, bare, config.dtype or torch.float32)
         if kept is not None and file is not None and job.quantization == "none":
@@ -211,16 +218,10 @@ def _loader(job: _Job, config: Any, file: GgufFile | None) -> tuple[int, Callabl
     return num_bytes, partial(_load_by_transformers, job, config, file, bare, keeps=kept is not None)
 
 
-def _skeleton(job: _Job, config: Any) -> Any:
-    dtype = job.dtype or config.get_text_config(decoder=True).dtype or torch.bfloat16  # as most are stored
-    with torch.device("meta"):
-        return skeleton(quantize.plain_config(config), dtype)
-
-
 def _load_share(job: _Job, config: Any, num_threads: int) -> Any:
     def load() -> Any:
         with reading(job.spec, "model", config):
-            return _load_by_transformers(job, config, open_file(job.spec), _skeleton(job, config))
+            return _load_by_transformers(job, config, None, job.skeleton(config))
 
     torch.set_num_threads(num_threads)  # an option of the first process
     model = together(load)
@@ -257,7 +258,7 @@ def _load_by_transformers(
     if bare is not None and job.quantization not in ("none", "int4"):
         how["quantization_config"] = quantize.quantization_config(job.quantization, bare.dtype)
     how["use_safetensors"] = None if job.placed.allow_pickle else True
-    model = _from_pretrained(job.name, spec, config, file, how)
+    model = _from_pretrained(job.name, spec, config, file, bare, how)
     on_disk = sorted(part for part, place in getattr(model, "hf_device_map", {}).items() if place == "disk")
     if on_disk:
         raise DeviceError(
@@ -269,29 +270,36 @@ def _load_by_transformers(
         cpu_weights.narrow_weights(model, kept)
     elif job.is_native and bare is not None:
         cpu_weights.narrow_weights(model, torch.float32, only_by_columns=True)
-    if job.quantization == "int4":
-        share = quantize.round_to_groups(model, keeps=cpu_weights.has_kernel(job.placed))
-    else:
-        share = quantized_share(model)
     if job.quantization != "none":
-        _report_share(job.name, job.quantization, share)
+        keeps_groups = cpu_weights.has_kernel(job.placed)
+        is_int4 = job.quantization == "int4"
+        share = quantize.round_to_groups(model, keeps=keeps_groups) if is_int4 else quantized_share(model)
+        if share == 0:
+            remedy = f"{job.name} has no linear layers that it could be applied to"
+            raise OptionError("quantization", job.quantization, remedy)
+        # A low share surprises by memory and speed, so it is a warning.
+        level = logging.INFO if share >= 0.5 else logging.WARNING
+        _LOG.log(level, "%s: %.0f%% of the weights are quantized", job.name, 100 * share)
     if job.device.type == "cpu" and job.is_alone:
         move_weights(model)
     return model
 
 
-def _from_pretrained(name: str, spec: ModelSpec, config: Any, file: GgufFile | None, how: Mapping[str, Any]) -> Any:
+def _from_pretrained(
+    name: str, spec: ModelSpec, config: Any, file: GgufFile | None, bare: Any, how: Mapping[str, Any]
+) -> Any:
     given: dict[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True, "config": config, **how}
     if file is None:
         model, info = auto_class(name, config).from_pretrained(spec.location, trust_remote_code=False, **given)
     else:
         from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+        from transformers.utils.logging import tqdm  # whose bars can be switched off
 
-        from outrider.models.gguf.checkpoint import widened_weights
+        from outrider.models.gguf.checkpoint import skeleton_weights
 
-        dtype = given["dtype"] if isinstance(given["dtype"], torch.dtype) else torch.bfloat16  # as most are stored
+        weights, dtype = skeleton_weights(file, bare, {}, name), bare.dtype
+        numbers = {one: weights.read(one).to(dtype) for one in tqdm(weights.others, desc="Reading tensors")}
         cls = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]  # auto classes want a name
-        numbers = widened_weights(file, config, name, dtype)
         model, info = cls.from_pretrained(None, state_dict=numbers, **given | {"config": quantize.plain_config(config)})
     check_missing(spec.location, info["missing_keys"])
     mismatched = sorted(key for key, *_ in info["mismatched_keys"])
@@ -300,38 +308,25 @@ def _from_pretrained(name: str, spec: ModelSpec, config: Any, file: GgufFile | N
     return model
 
 
-def _report_share(name: str, quantization: str, share: float) -> None:
-    if share == 0:
-        raise OptionError("quantization", quantization, f"{name} has no linear layers that it could be applied to")
-    # A low share surprises by memory and speed, so it is a warning.
-    level = logging.INFO if share >= 0.5 else logging.WARNING
-    _LOG.log(level, "%s: %.0f%% of the weights are quantized", name, 100 * share)
-
-
 def build_lm(checkpoint: Checkpoint, num_tokens: int, unknown_ids: tuple[int, ...] = ()) -> LM:
-    """Build an LM of ``num_tokens`` tokens, and probe it.
-
-    Args:
-        unknown_ids: tokens that it does not know, those that it has no logits for among them.
-
-    Raises:
-        UnsupportedModel: its cache cannot be rolled back.
-        OptionError: it does not have its execution.
-        TokenizerMismatch: it has logits for fewer tokens.
-    """
+    """Build an LM of ``num_tokens`` tokens, and probe it. ``unknown_ids`` are tokens that it does not know, those
+    without logits among them. Raises UnsupportedModel: its cache cannot be rolled back; OptionError: it does not have
+    its execution; TokenizerMismatch: it has logits for fewer tokens."""
     model: Any = checkpoint.model
     config: Any = model.config
     if checkpoint.forward is None:
         check_kind(checkpoint.name, config)
-        _check_attention(checkpoint.name, config)
+        if (own := config._attn_implementation) not in _ATTENTION:
+            asked = f"{checkpoint.name} was loaded with attn_implementation={own!r}"
+            raise UnsupportedModel(f"{asked}: load it with one of {', '.join(_ATTENTION)}")
+        if picks_outliers(model):
+            raise UnsupportedModel(
+                f"{checkpoint.name} treats a column of activations separately once one row has an outlier there, so "
+                "that rows depend on each other: load it with llm_int8_threshold=0"
+            )
     width = width_of(checkpoint)
     if width < num_tokens and not unknown_ids:
         raise TokenizerMismatch(f"{checkpoint.name} has logits for {width} tokens, but {num_tokens} are needed")
-    if checkpoint.forward is None and picks_outliers(model):
-        raise UnsupportedModel(
-            f"{checkpoint.name} treats a column of activations separately once one row has an outlier there, so that "
-            "rows depend on each other: load it with llm_int8_threshold=0"
-        )
     with building(f"{checkpoint.name} cannot be run", config):
         sizes: dict[str, Any] = {"vocab_size": min(width, num_tokens), "context_len": context_len(config)}
         options = {"name": checkpoint.name, **sizes}
@@ -342,14 +337,6 @@ def build_lm(checkpoint: Checkpoint, num_tokens: int, unknown_ids: tuple[int, ..
         else:
             lm = choose_execution(LM(TransformersForward(model.eval()), **options), checkpoint.execution)
     return lm.with_vocabulary(num_tokens, unknown_ids) if unknown_ids else lm
-
-
-def _check_attention(name: str, config: Any) -> None:
-    if config._attn_implementation not in _ATTENTION:
-        raise UnsupportedModel(
-            f"{name} was loaded with attn_implementation={config._attn_implementation!r}: "
-            f"load it with one of {', '.join(_ATTENTION)}"
-        )
 
 
 def _shared_lm(model: nn.Module, **options: Any) -> LM:

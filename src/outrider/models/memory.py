@@ -93,12 +93,8 @@ def skeleton(config: Any, dtype: torch.dtype) -> Any:
 
 
 def weights_bytes(model: Any, quantization: str = "none", parallel: int = 1) -> int:
-    """Bytes of the weights and buffers of a skeleton, shared ones once.
-
-    Args:
-        quantization: "none", or one of QUANTIZATIONS; a skeleton is not quantized.
-        parallel: processes that share layers by the model's own plan; the result is for one of them.
-    """
+    """Bytes that the weights and buffers of a skeleton, shared ones once, have after their quantization; for one of
+    ``parallel`` processes, which share layers by the model's own plan."""
     from outrider.models.quantize import linear_bytes, quantizable
     from outrider.runtime.weight_tensors import stored_tensors
 
@@ -132,15 +128,8 @@ def check_fits(
     device_map: str | Mapping[str, str] | None = None,
     limits: Mapping[int | str, str] | None = None,
 ) -> None:
-    """Refuse a model whose weights do not fit.
-
-    Args:
-        needed: bytes of its weights.
-        device_map, limits: ``device_map`` and ``max_memory`` of ``from_pretrained``.
-
-    Raises:
-        DeviceError: with the numbers.
-    """
+    """Refuse a model if so many bytes of weights do not fit, with ``device_map`` and ``max_memory`` of
+    ``from_pretrained``. Raises DeviceError, with the numbers."""
     where, free = _room(device, device_map, limits)
     if free is not None and needed > free:
         raise DeviceError(

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,12 +37,8 @@ Planned = tuple[PlannedModel, BackgroundCopies]
 
 
 def planned_file(spec: ModelSpec, file: GgufFile, num_digits: int, *, needs_blocks: bool) -> Planned:
-    """Begin to load a GGUF file. Raises NotPlanned, UnsupportedModel, ModelCorrupt, DeviceError.
-
-    Args:
-        num_digits: of the integers to which rows are rounded before products (``BlockForm``).
-        needs_blocks: a file without blocks is no planned model.
-    """
+    """Begin to load a GGUF file; for ``num_digits`` see ``BlockForm``. If it ``needs_blocks``, a file without blocks is
+    no planned model. Raises NotPlanned, UnsupportedModel, ModelCorrupt, DeviceError."""
     check_head(spec.name, {"model_type": file.metadata.get("general.architecture")})
     stated = stated_model(file, spec.name)
     config = ModelConfig(stated.fields | {"_name_or_path": str(file.path)})
@@ -100,13 +95,8 @@ def _begun(
 
 def _stated(spec: ModelSpec) -> dict[str, Any]:
     """The config.json of a model whose weights are not quantized. Raises NotPlanned, UnsupportedModel, ModelCorrupt."""
-    if spec.path is None:
-        from huggingface_hub import hf_hub_download
-
-        path = Path(hf_hub_download(str(spec.hub), "config.json"))
-    else:
-        path = spec.path / "config.json"
-    if not path.is_file() or (path.parent / ADAPTER_CONFIG).is_file():
+    path = spec.file("config.json")
+    if path is None or (path.parent / ADAPTER_CONFIG).is_file():
         raise NotPlanned("it is no model by itself")
     stated: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     check_head(spec.name, stated)

@@ -56,6 +56,20 @@ def probe(lm: LM) -> None:
         _probe(lm)
 
 
+def verify(lm: LM) -> str:
+    """Compare a model that the native engine runs with Transformers' code over the same weights; return the line that
+    tells so. Raises UnsupportedModel: the logits differ."""
+    code = f"Transformers' {type(lm.model).__name__}"
+    if not isinstance(lm.backend, NativeForward):
+        return f"verified: {lm.name} runs in the code of {code} itself"
+    try:
+        probe(lm)
+    except UnsupportedModel as error:
+        remedy = "run it there (--execution eager)"
+        raise UnsupportedModel(f"{lm.name} does not give the logits of {code}: {remedy}; {error}") from None
+    return f"verified: {lm.name} gives the logits of {code}"
+
+
 @contextmanager
 def rounding_off(lm: LM) -> Iterator[None]:
     """Leave activations in float32 for a while, so that a small difference shows a fault."""

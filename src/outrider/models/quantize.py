@@ -11,14 +11,9 @@ are not quantized (weights only), or have a scale per row.
 | 8bit | 8 bits, a scale for each output channel; activations with one for each row | bitsandbytes LLM.int8() |
 | nf4 | 4 bits, a scale for each 64 numbers | bitsandbytes |
 
-Weights in blocks (GGUF) are multiplied on the CPU with activations in one of three arithmetics
-(kernels/rounded_rows.h), those in int4 with a15:
-
-| name | activations |
-|---|---|
-| a32 | float32 |
-| a15 | 15 bits, a scale for each 32 numbers: as good as float32, and faster |
-| a8 | 8 bits, a scale for each 32 numbers, the default, as in llama.cpp |
+Weights in blocks (GGUF) are multiplied on the CPU with activations (kernels/rounded_rows.h) in float32 (a32), or in 15
+bits (a15, as good as float32, and faster) or 8 bits (a8, the default, as in llama.cpp) with a scale for each 32
+numbers; those in int4 with a15.
 
 Of a few scales of int4, each fitted to its own integers by least squares, the one with the least error is taken. Errors
 of large weights count more (by their size plus the root mean square of the group, as in llama.cpp's K-quants). Nothing
@@ -58,16 +53,8 @@ _NUMBERS = 2**19  # rounded at a time: they stay in the processor's cache
 
 
 def check_quantization(name: str, quantization: str, method: str | None) -> None:
-    """Refuse a quantization that is impossible for a model, before weights are read.
-
-    Args:
-        method: by which its checkpoint is quantized, if it is.
-
-    Raises:
-        OptionError: the checkpoint is quantized already.
-        ModelCorrupt: it is quantized in an unknown way.
-        UnsupportedModel: it is quantized by MLX.
-    """
+    """Refuse a quantization that is impossible for a model, whose checkpoint may be quantized by a ``method``. Raises
+    OptionError: it is quantized already; ModelCorrupt: in an unknown way; UnsupportedModel: by MLX."""
     from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
     if method == "mlx":
@@ -123,11 +110,7 @@ def own_quantization(config: Any) -> Any:
 
 def require_quantizer(name: str, quantization: str, method: str | None) -> None:
     """Check that the packages that quantize a model, or read a quantized checkpoint, are installed. Raises
-    MissingExtra.
-
-    Args:
-        method: see ``check_quantization``.
-    """
+    MissingExtra."""
     needed_by = f"quantization {quantization}"
     if method is not None:
         needed_by = f"{name} (quantized with {method}; a GGUF file needs no package)"
@@ -160,12 +143,7 @@ def quantizable(model: Any, quantization: str) -> dict[str, nn.Linear]:
 
 
 def quantization_config(quantization: str, dtype: torch.dtype) -> Any:
-    """Quantization config for ``from_pretrained``.
-
-    Args:
-        quantization: one of QUANTIZATIONS, but int4.
-        dtype: compute type.
-    """
+    """Quantization config for ``from_pretrained``; for int4, which is our own, there is none."""
     import transformers
 
     if quantization == "8bit":
@@ -190,14 +168,8 @@ def linear_bytes(quantization: str, layer: nn.Linear) -> int:
 
 
 def round_to_groups(model: Any, *, keeps: bool) -> float:
-    """Round the weights of linear layers to int4, one after the other.
-
-    Args:
-        keeps: whether they stay in groups; else they are widened again.
-
-    Returns:
-        The share of the model's weights that is rounded.
-    """
+    """Round the weights of linear layers to int4, one after the other; return the share of the model's weights that is
+    rounded. They stay in groups if it ``keeps`` them; else they are widened again."""
     rounded, total = 0, sum(parameter.numel() for parameter in model.parameters())
     for layer in quantizable(model, "int4").values():
         weight = layer.weight.detach()

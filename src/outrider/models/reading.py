@@ -7,7 +7,6 @@ import contextlib
 import logging
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,27 +22,17 @@ if TYPE_CHECKING:
     from outrider.models.gguf.file import GgufFile
 
 _LOG = logging.getLogger(__name__)
-# Notices of libraries while a model is loaded, about which its user can do nothing: logger, and how they begin.
-_NOTICES = {
-    "torchao": ("Failed to load ",),  # kernels for other devices
-    "torchao.kernel.intmm": ("Warning: Detected no triton",),
-    "torch.utils._pytree": ("<enum ",),  # torchao's call is deprecated
-    "bitsandbytes.backends.cpu.ops": ("Failed to load CPU gemm_4bit_forward",),  # an optional kernel
-    "bitsandbytes.autograd._functions": ("MatMul8bitLt: inputs will be cast",),  # in every forward
-}
+# Libraries that quantize, whose warnings (kernels for other devices, deprecated calls) are nothing for users.
+_NOISY = ("torchao", "torch.utils._pytree", "bitsandbytes")
 
 
 def read_config(spec: ModelSpec, file: GgufFile | None = None) -> Any:
-    """Read Transformers' configuration of a model, and nothing else; refuse kinds that do not work. Raises
-    ModelNotFound, ModelCorrupt, UnsupportedModel, MissingExtra.
-
-    Args:
-        file: if it is a GGUF file, which is opened if it is not given.
-    """
+    """Read Transformers' configuration of a model, and nothing else; refuse kinds that do not work. A GGUF file is
+    opened if it is not given. Raises ModelNotFound, ModelCorrupt, UnsupportedModel, MissingExtra."""
     import transformers
 
     with reading(spec, "adapter"):
-        kinds.check_adapter(spec.name, _adapter_of(spec))
+        kinds.check_adapter(spec.name, spec.file(kinds.ADAPTER_CONFIG))
     if spec.path is not None and spec.gguf is None and not (spec.path / "config.json").is_file():
         raise ModelCorrupt(f"{spec.path} is not a model folder: there is no config.json in it")
     with reading(spec, "configuration"):
@@ -65,17 +54,6 @@ def read_config(spec: ModelSpec, file: GgufFile | None = None) -> Any:
     return config
 
 
-def _adapter_of(spec: ModelSpec) -> Path | None:
-    """The adapter_config.json beside or instead of a model; None if there is none."""
-    from transformers.utils.peft_utils import find_adapter_config_file
-
-    if spec.path is not None:
-        file = spec.path / kinds.ADAPTER_CONFIG
-        return file if file.is_file() else None
-    found = find_adapter_config_file(spec.location)
-    return None if found is None else Path(found)
-
-
 def stored_dtype(spec: ModelSpec) -> torch.dtype:
     """Type of a checkpoint's weights on disk, by its configuration; float32 if it states none; bfloat16 of a GGUF
     file, whose blocks have no type."""
@@ -84,11 +62,8 @@ def stored_dtype(spec: ModelSpec) -> torch.dtype:
 
 
 def load_tokenizer(spec: ModelSpec, file: GgufFile | None = None) -> Any:
-    """Load the tokenizer alone, as its files state it. Raises ModelNotFound, ModelCorrupt, UnsupportedModel.
-
-    Args:
-        file: if it is a GGUF file, which is opened if it is not given.
-    """
+    """Load the tokenizer alone, as its files state it. A GGUF file is opened if it is not given. Raises ModelNotFound,
+    ModelCorrupt, UnsupportedModel."""
     with reading(spec, "tokenizer"):
         if spec.gguf is None:
             return folder_tokenizer(spec.path, spec.hub)
@@ -100,18 +75,15 @@ def load_tokenizer(spec: ModelSpec, file: GgufFile | None = None) -> Any:
 
 @contextlib.contextmanager
 def reading(spec: ModelSpec, what: str, config: Any | None = None) -> Iterator[None]:
-    """Translate errors of reading; show no progress bars for small models.
-
-    Args:
-        config: that may have led to an error.
-    """
+    """Translate errors of reading; show no progress bars for small models."""
     from safetensors import SafetensorError
 
     weights = [] if spec.path is None else spec.path.glob(spec.gguf or "*.safetensors")
     where = spec.location if spec.gguf is None else f"{spec.location}/{spec.gguf}"
     is_quiet = spec.path is not None and sum(file.stat().st_size for file in weights) < 2**30
     try:
-        drop_notices()
+        for noisy in _NOISY:
+            logging.getLogger(noisy).setLevel(logging.ERROR)
         bars = without_bars() if is_quiet and "transformers" in sys.modules else contextlib.nullcontext()
         with bars, memory_errors():
             yield
@@ -137,9 +109,8 @@ def reading(spec: ModelSpec, what: str, config: Any | None = None) -> Iterator[N
                 f"the hub model {spec.hub!r} cannot be fetched, and is not in the local cache: check its name and the "
                 f"network, or give a local folder ({reason})"
             ) from None
-        kind = type(error).__name__
         odd = kinds.odd_numbers(config) if isinstance(error, kinds.FAILURES) else ""
-        raise ModelCorrupt(f"the {what} of {where} cannot be loaded ({kind}: {reason}){odd}") from None
+        raise ModelCorrupt(f"the {what} of {where} cannot be loaded ({type(error).__name__}: {reason}){odd}") from None
 
 
 def load_processor(spec: ModelSpec) -> Any | None:
@@ -176,13 +147,3 @@ def without_bars() -> Iterator[None]:
     finally:
         if had_bars:
             of_transformers.enable_progress_bar()
-
-
-def drop_notices() -> None:
-    """Drop, from now on, the notices of libraries that quantize."""
-    for name in _NOTICES:
-        logging.getLogger(name).addFilter(_is_no_notice)
-
-
-def _is_no_notice(record: logging.LogRecord) -> bool:
-    return not record.getMessage().startswith(_NOTICES[record.name])

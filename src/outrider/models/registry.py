@@ -79,23 +79,15 @@ class Placement:
             raise OptionError("tensor_parallel", self.tensor_parallel, "a whole number >= 1")
 
     def over(self, spec: ModelSpec) -> Placement:
-        """Fill in open choices from the spec, then with the defaults.
-
-        Raises:
-            OptionError: limits without a device map.
-        """
-        stated = {
-            one.name: value for one in fields(self) if (value := getattr(self, one.name)) not in (one.default, None)
-        }
+        """Fill in open choices from the spec, then with the defaults. Raises OptionError: limits without a device
+        map."""
+        given = {one.name: getattr(self, one.name) for one in fields(self)}
+        stated = {one.name: given[one.name] for one in fields(self) if given[one.name] not in (one.default, None)}
         placed = replace(spec.placement, **stated)
         if self.device_map is not None:
             placed = replace(placed, max_memory=self.max_memory)
-        placed = replace(
-            placed,
-            quantization=placed.quantization or "none",
-            device_map=placed.device_map or "none",
-            store=placed.store or "auto",
-        )
+        quantization, device_map = placed.quantization or "none", placed.device_map or "none"
+        placed = replace(placed, quantization=quantization, device_map=device_map, store=placed.store or "auto")
         if placed.max_memory is not None and placed.device_map not in MAPS:
             raise OptionError("max_memory", placed.max_memory, "it limits a device map: choose --device-map auto")
         return placed
@@ -157,6 +149,18 @@ class ModelSpec:
         """Path or hub id for ``from_pretrained``."""
         return str(self.path) if self.path is not None else str(self.hub)
 
+    def file(self, name: str) -> Path | None:
+        """A file of the folder or the hub repository, fetched if it is not on this disk; None if there is none."""
+        if self.path is not None:
+            return path if (path := self.path / name).is_file() else None
+        from huggingface_hub import hf_hub_download
+        from huggingface_hub.errors import EntryNotFoundError
+
+        try:
+            return Path(hf_hub_download(str(self.hub), name))
+        except EntryNotFoundError:
+            return None
+
 
 def user_file() -> Path:
     base = os.environ.get("XDG_CONFIG_HOME") or "~/.config"
@@ -164,19 +168,11 @@ def user_file() -> Path:
 
 
 def known_models(extra: Path | None = None) -> dict[str, ModelSpec]:
-    """All names: the built-in ones, then the user's file, then ``extra``; later ones win.
-
-    Raises:
-        FileError: a file cannot be read, or has unknown entries.
-    """
-    files = [(_KNOWN, "built in")]
-    if user_file().exists():
-        files.append((user_file(), str(user_file())))
-    if extra is not None:
-        files.append((extra, str(extra)))
-    specs: dict[str, ModelSpec] = {}
-    for file, source in files:
-        specs |= _read(file, source)
+    """All names: the built-in ones, then the user's file, then ``extra``; later ones win. Raises FileError: a file
+    cannot be read, or has unknown entries."""
+    specs = _read(_KNOWN, "built in")
+    for file in (user_file() if user_file().exists() else None, extra):
+        specs |= {} if file is None else _read(file, str(file))
     return specs
 
 
@@ -234,11 +230,8 @@ def _at(spec: ModelSpec, path: Path) -> ModelSpec:
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether a path is that of a GGUF file, by its suffix or by the first bytes of the file.
-
-    Raises:
-        ModelNotFound: the file cannot be read.
-    """
+    """Whether a path is that of a GGUF file, by its suffix or by the first bytes of the file. Raises ModelNotFound: the
+    file cannot be read."""
     if path.suffix == ".gguf" or not path.is_file():
         return path.suffix == ".gguf"
     try:
@@ -250,11 +243,8 @@ def is_gguf(path: Path) -> bool:
 
 def resolve(name: str, extra: Path | None = None) -> ModelSpec:
     """Spec of a name: a known one, a folder, a GGUF file, or a hub id; each may end in ":QUANTIZATION" or, if it is a
-    hub id, in ":FILE.gguf".
-
-    Raises:
-        ModelNotFound: none of these; the message suggests the nearest known name. Or its package is not installed.
-    """
+    hub id, in ":FILE.gguf". Raises ModelNotFound: none of these; the message suggests the nearest known name. Or its
+    package is not installed."""
     specs = known_models(extra)
     if name in specs:
         return _in_package(specs[name])

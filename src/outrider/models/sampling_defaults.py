@@ -8,12 +8,15 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from outrider.errors import FileError, OptionError, OutriderError
 from outrider.models.registry import ModelSpec
 from outrider.options import Sampling
 from outrider.system.files import read_text
+
+if TYPE_CHECKING:
+    from outrider.models.gguf.file import GgufFile
 
 FOR_CHATS = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
 """Defaults of chats with a model that states none: those of llama.cpp, so that people find what they know."""
@@ -50,11 +53,7 @@ class StatedSampling:
         return {name: value for name, value in self.options.items() if value != getattr(own, name)}
 
     def text(self, name: str, taken: Mapping[str, Any]) -> str:
-        """The line for users: which of its options are taken, and which are not honoured. Empty: it states none.
-
-        Args:
-            name: of the checkpoint.
-        """
+        """The line for users: which of its options are taken, and which are not honoured. Empty: it states none."""
         parts = [f"sampling as {name} states: {values_text(taken)}"] if taken else []
         if self.others:
             named = ", ".join(one if one.isidentifier() else repr(one)[:40] for one in self.others)
@@ -62,19 +61,13 @@ class StatedSampling:
         return f"{'; '.join(parts)} (--generation-config none does without)" if parts else ""
 
 
-def stated_sampling(spec: ModelSpec, choice: str = "auto") -> StatedSampling:
+def stated_sampling(spec: ModelSpec, choice: str = "auto", file: GgufFile | None = None) -> StatedSampling:
     """Sampling options that a checkpoint states, in its file ``generation_config.json`` or in its GGUF file (keys
     ``general.sampling.*``, llama.cpp's pull request 17120). (Transformers' ``GenerationConfig`` fills in others, which
     the authors of the model did not choose.) ``do_sample`` is not read: a temperature of 0 is greedy, any other
-    samples. Nor is ``max_new_tokens``: the length belongs to the request.
-
-    Args:
-        choice: "auto", or "none" for nothing.
-
-    Raises:
-        OptionError: there is no such choice.
-        FileError: the file cannot be read, or states an impossible value.
-    """
+    samples. Nor is ``max_new_tokens``: the length belongs to the request. The choice "none" takes nothing. A GGUF file
+    is opened if it is not given. Raises OptionError: there is no such choice; FileError: the file cannot be read, or
+    states an impossible value."""
     check_choice(choice)
     if choice == "none":
         return StatedSampling()
@@ -82,9 +75,9 @@ def stated_sampling(spec: ModelSpec, choice: str = "auto") -> StatedSampling:
     others: tuple[str, ...] = ()
     try:
         if spec.gguf is not None:
-            document, others = _of_gguf(spec)
-        elif (file := generation_config_file(spec)) is not None:
-            place, document = file, json.loads(read_text(file))
+            document, others = _of_gguf(spec, file)
+        elif (path := generation_config_file(spec)) is not None:
+            place, document = path, json.loads(read_text(path))
         else:
             return StatedSampling()
         options = {name: document[name] for name in _SAMPLING if document.get(name) is not None}
@@ -111,27 +104,19 @@ def values_text(sampling: Mapping[str, Any]) -> str:
 
 def generation_config_file(spec: ModelSpec) -> Path | None:
     """The file of a checkpoint, if it has one."""
-    if spec.gguf is not None:
-        return None
-    if spec.path is not None:
-        path = spec.path / _GENERATION_CONFIG
-        return path if path.is_file() else None
-    from huggingface_hub import hf_hub_download
-
-    # It has none; or the hub cannot be reached, and what is missing of the model is reported where it is loaded.
-    with contextlib.suppress(Exception):
-        return Path(hf_hub_download(str(spec.hub), _GENERATION_CONFIG))
+    with contextlib.suppress(Exception):  # of the hub: what is missing of the model is reported where it is loaded
+        return None if spec.gguf is not None else spec.file(_GENERATION_CONFIG)
     return None
 
 
-def _of_gguf(spec: ModelSpec) -> tuple[dict[str, Any], tuple[str, ...]]:
+def _of_gguf(spec: ModelSpec, file: GgufFile | None) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Options that a GGUF file states, under our names; and the names of others. A file that cannot be read is reported
     where it is loaded."""
     from outrider.models.gguf.checkpoint import gguf_file
 
     stated: dict[str, Any] = {}
     with contextlib.suppress(OutriderError, OSError):
-        for key, value in gguf_file(spec).metadata.items():
+        for key, value in (file or gguf_file(spec)).metadata.items():
             if key.startswith(_OF_GGUF):
                 # Stored in float32: the decimals that were meant.
                 stated[key.removeprefix(_OF_GGUF)] = float(f"{value:.6g}") if isinstance(value, float) else value

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from tokenizers import AddedToken, Tokenizer
 
 _FILE, _TEMPLATES = "tokenizer.json", "additional_chat_templates"
-_BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
+_FORMER = ("special_tokens_map.json", "added_tokens.json")  # of former releases
+_BESIDE = ("tokenizer_config.json", "chat_template.jinja", *_FORMER)
 _PARTS = ("model", "normalizer", "pre_tokenizer", "post_processor", "decoder")
 # Classes without roles of their own; other classes have a token for a role that the files do not state.
 _BARE = ("PreTrainedTokenizerFast", "TokenizersBackend")
@@ -45,15 +46,18 @@ def folder_tokenizer(path: Path | None, hub: str | None) -> Any:
     if folder is None or not (folder / _FILE).is_file():
         return _by_class(location)
     stated = _stated(folder)
+    is_former = "added_tokens_decoder" not in stated and any((folder / name).is_file() for name in _FORMER)
     is_bare = stated.get("tokenizer_class") in _BARE or stated.keys() >= _STATED
-    if is_bare and not any(map(stated.get, _OTHERS)):
+    if is_bare and not is_former and not any(map(stated.get, _OTHERS)):
         return _built(folder / _FILE, stated)
     by_class = _by_class(location)
     if not by_class.is_fast or any(map(stated.get, _OTHERS[1:])):
         return by_class
     _LOG.info("%s: its tokenizer has the roles of the class %s", location, type(by_class).__name__)
+    added = {str(i): token.__getstate__() for i, token in by_class.added_tokens_decoder.items()}
     roles = {**dict.fromkeys(ROLES), **by_class.special_tokens_map}
-    return _built(folder / _FILE, {**stated, **roles, "extra_special_tokens": by_class.extra_special_tokens})
+    more = {"added_tokens_decoder": added, **stated, **roles, "extra_special_tokens": by_class.extra_special_tokens}
+    return _built(folder / _FILE, more)
 
 
 def _by_class(location: str) -> Any:
@@ -92,16 +96,9 @@ def _fetched(hub: str) -> Path | None:
 
 
 def _stated(folder: Path) -> dict[str, Any]:
-    """Entries of ``tokenizer_config.json``, and those of the other files beside ``tokenizer.json`` by the same keys."""
-    stated = _read(folder / "tokenizer_config.json")
-    if "added_tokens_decoder" not in stated:  # files of former releases
-        stated |= _read(folder / "special_tokens_map.json")
-        added = _read(folder / "added_tokens.json")
-        special = {_text(stated[role]) for role in ROLES if stated.get(role)} | {*map(_text, _extra(stated))}
-        stated["added_tokens_decoder"] = {
-            i: {"content": text, "special": text in special, "normalized": text not in special}
-            for text, i in added.items()
-        }
+    """Entries of ``tokenizer_config.json``, and the templates that are files."""
+    file = folder / "tokenizer_config.json"
+    stated: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     template = folder / "chat_template.jinja"
     templates = {"default": template.read_text(encoding="utf-8")} if template.is_file() else {}
     for file in sorted((folder / _TEMPLATES).glob("*.jinja")):
@@ -109,16 +106,6 @@ def _stated(folder: Path) -> dict[str, Any]:
     if templates:
         stated["chat_template"] = templates["default"] if templates.keys() == {"default"} else templates
     return stated
-
-
-def _read(file: Path) -> dict[str, Any]:
-    read: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    return read
-
-
-def _extra(stated: Mapping[str, Any]) -> Any:
-    """Special tokens without a role; an object if they have names."""
-    return stated.get("extra_special_tokens") or stated.get("additional_special_tokens") or ()
 
 
 def _built(file: Path, stated: Mapping[str, Any]) -> FastTokenizer:
@@ -133,27 +120,23 @@ def _built(file: Path, stated: Mapping[str, Any]) -> FastTokenizer:
         stated = {"pad_token": padding["pad_token"], **stated}
         backend.no_padding()
     backend.encode_special_tokens = bool(stated.get("split_special_tokens"))
-    extra: Any = _extra(stated)
+    extra: Any = stated.get("extra_special_tokens") or stated.get("additional_special_tokens") or ()
     roles = {**dict.fromkeys(ROLES), **{name: value for name, value in stated.items() if name.endswith("_token")}}
     roles |= stated.get("model_specific_special_tokens") or {}
     if isinstance(extra, Mapping):
         extra, roles = (), {**roles, **extra}
     roles = {name: value for name, value in roles.items() if isinstance(value, str | dict)}  # the others are switches
-    _add_tokens(backend, stated["added_tokens_decoder"], roles.values(), extra)
+    # Those stated beside the file come in the order of their ids; then special ones that are not there.
+    named, added = {*map(_text, roles.values())}, stated.get("added_tokens_decoder", {})
+    tokens = [_token(added[i], _text(added[i]) in named) for i in sorted(added, key=int)]
+    found = {token.content for token in (*tokens, *backend.get_added_tokens_decoder().values())}
+    lacking = {text: value for value in (*roles.values(), *extra) if (text := _text(value)) not in found}
+    backend.add_tokens([*tokens, *(_token(value, text in named) for text, value in lacking.items())])
     template = stated.get("chat_template")
     if isinstance(template, list):
         template = {one["name"]: one["template"] for one in template}
     texts = {name: _text(value) for name, value in roles.items()}
     return FastTokenizer(backend, texts, template, [*map(_text, extra)])
-
-
-def _add_tokens(backend: Tokenizer, added: Mapping[str, Any], roles: Iterable[Any], extra: Iterable[Any]) -> None:
-    """Add tokens that are stated beside the file, in the order of their ids; then special ones that are not there."""
-    named = {*map(_text, roles)}
-    tokens = [_token(added[i], _text(added[i]) in named) for i in sorted(added, key=int)]
-    found = {token.content for token in (*tokens, *backend.get_added_tokens_decoder().values())}
-    lacking = {text: value for value in (*roles, *extra) if (text := _text(value)) not in found}
-    backend.add_tokens([*tokens, *(_token(value, text in named) for text, value in lacking.items())])
 
 
 def _token(value: Any, has_role: bool) -> AddedToken:

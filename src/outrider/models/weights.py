@@ -13,11 +13,8 @@ from outrider.system.ranks import current_ranks
 
 
 def weights_checksum(model: nn.Module) -> str:
-    """SHA-256 of names, shapes, types and bytes of all weights.
-
-    Weights that the processes of a job share are gathered one by one. Quantized shares cannot be gathered; then it is
-    the SHA-256 of the checksums of all processes.
-    """
+    """SHA-256 of names, shapes, types and bytes of all weights. Weights that the processes of a job share are gathered
+    one by one. Quantized shares cannot be gathered; then it is the SHA-256 of the checksums of all processes."""
     checksums = current_ranks().lead(_checksum, (model,)) if tp_size_of(model) > 1 else [_checksum(model)]
     if len(set(checksums)) == 1:
         return str(checksums[0])
@@ -36,11 +33,7 @@ def _checksum(model: nn.Module) -> str:
 
 def portable_tensors(weight: Tensor, num_rows: int | None = None) -> list[Tensor]:
     """Tensors with the bytes of a weight, the same on all processors. (In memory, as many rows of blocks are
-    interleaved as the processor's vectors have lanes.)
-
-    Args:
-        num_rows: about so many rows of a weight in blocks, evenly spaced; None for all.
-    """
+    interleaved as the processor's vectors have lanes.) Of a weight in blocks, about so many rows, evenly spaced."""
     if not isinstance(weight, NarrowWeight) or weight.blocks is None:
         return stored_tensors(weight)
     step = 1 if num_rows is None else max(1, len(weight) // num_rows)

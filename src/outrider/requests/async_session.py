@@ -53,11 +53,6 @@ class Ticket:
     def __post_init__(self) -> None:
         self.num_open = len(self.states) if self.steps is None else 1
 
-    @property
-    def waited_s(self) -> float:
-        """Time since submission."""
-        return time.perf_counter() - self.submitted_s
-
 
 Arrived = Sequence[tuple[Ticket, int, Any]]
 """Results of one step of the thread, each as in ``Ticket.arrived``."""
@@ -86,13 +81,10 @@ class AsyncSession(
         watch: Callable[[Arrived], None] = lambda arrived: None,
         fail: Callable[[BaseException], Exception] | None = None,
     ) -> None:
-        """
-        Args:
-            open_: opens the session, in the thread.
-            watch: sees all results in the event loop, before their tickets get them.
-            fail: takes the error that has ended the thread, in the event loop, and returns the error of all tickets.
-                Without it errors of the engine end those alone that have requests in it; the next engine is new.
-        """
+        """Take what opens the session, in the thread; what sees all results in the event loop, before their tickets get
+        them; and what takes the error that has ended the thread, in the event loop, and returns the error of all
+        tickets. Without ``fail`` errors of the engine end those alone that have requests in it; the next engine is
+        new."""
         self._open, self._watch, self._fail = open_, watch, fail
         self._session: Session | None = None
         self._is_open = False

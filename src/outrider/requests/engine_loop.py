@@ -36,8 +36,7 @@ class RequestState:
     """One request in the loop, with its text so far.
 
     Attributes:
-        request: with ``resume_ids`` as part of the prompt.
-        num_resumed: number of ``resume_ids``.
+        request: with ``resume_ids``, ``num_resumed`` tokens, as part of the prompt.
         room: the most tokens that rounds may commit, prompt included.
         origins: one for each token pushed to ``text``.
         chunks: so far, where they are collected.
@@ -155,15 +154,9 @@ class EngineLoop:
         self._cancelled.extend(states)
 
     def step(self, skip_if: Sized = ()) -> bool:
-        """Run one round. Returns at once if ``skip_if`` is not empty by the time that no other thread steps.
-
-        Returns:
-            Whether there are more rows.
-
-        Raises:
-            Exception: any error of the engine. It ends all rows; the next one gets a new engine.
-            SessionError: called by a hook within a step.
-        """
+        """Run one round, and return whether there are more rows; at once if ``skip_if`` is not empty by the time that
+        no other thread steps. Raises Exception: any error of the engine, which ends all rows, and the next one gets a
+        new engine; SessionError: called by a hook within a step."""
         with self._turn():
             if skip_if:
                 return True

@@ -16,7 +16,7 @@ from outrider.errors import OptionError, PromptError
 from outrider.options import MAX_BIAS, Sampling
 from outrider.records import Constraint
 from outrider.sampling.masks import as_biases
-from outrider.text.structure import grammar_of, structure_of
+from outrider.text.structure import Structure, grammar_of
 from outrider.text.thinking import Thinking, Thoughts, thinking_of
 from outrider.text.tokenizer import encode
 
@@ -48,15 +48,13 @@ def constraint_of(
     thinking: Thinking | None = None,
     begun: str | None = None,
 ) -> Constraint | None:
-    """The constraint of a new sequence with these options, if any. Errors: see ``Structure``.
-
-    Args:
-        thinking: markers of its thoughts, after which a schema, an expression or a grammar begins; None to ask the
-            tokenizer if the thoughts have a budget.
-        begun: text that the output of a chat continues; None if the prompt is no chat.
-    """
+    """The constraint of a new sequence with these options, if any. A schema, an expression or a grammar begins after
+    its thoughts; without their markers the tokenizer is asked if the thoughts have a budget. ``begun`` is the text that
+    the output of a chat continues; None if the prompt is no chat. Errors: see ``Structure``."""
     sampling = options.sampling
-    structure: Constraint | None = structure_of(sampling, tokenizer, vocab_size, eos_ids, options.grammar)
+    structure: Constraint | None = None
+    if sampling.is_constrained:
+        structure = Structure(sampling, tokenizer, vocab_size, eos_ids, options.grammar)
     budget = sampling.thinking_budget
     if budget is not None:
         thinking = thinking or (None if tokenizer is None else thinking_of(tokenizer, "auto"))
@@ -68,8 +66,7 @@ def constraint_of(
             remedy = f"with {thinking.end} as a stop token it may forbid what thinking_budget forces"
             raise OptionError("min_tokens", sampling.min_tokens, remedy)
     if thinking is not None and (structure is not None or budget is not None):
-        stage = thinking.stage_of(tokenizer, prompt_ids, begun)
-        head = thinking.head_of(prompt_ids)
+        stage, head = thinking.stage_of(tokenizer, prompt_ids, begun), thinking.head_of(prompt_ids)
 
         def is_blank(token_id: int) -> bool:
             return not tokenizer.decode([token_id]).strip()
@@ -105,13 +102,8 @@ class Hooked:
         ends: frozenset[int],
         forbidden: Callable[[int], NDArray[np.bool_] | None],
     ) -> None:
-        """
-        Args:
-            hooks: by name, for messages.
-            inner: another constraint, at its beginning.
-            ends: tokens that end the sequence.
-            forbidden: maps the number of tokens in the output to the next tokens that other options forbid [V].
-        """
+        """Take hooks, by name, and another constraint, at its beginning; ``forbidden`` maps the number of tokens in the
+        output to the next tokens that other options forbid [V]."""
         self._hooks, self._inner, self._vocab_size = hooks, inner, vocab_size
         self._ends, self._forbidden = ends, forbidden
         self._ids = list(prompt_ids)
@@ -241,7 +233,6 @@ def _word_ids(words: Sequence[str | Sequence[int]], tokenizer: Any, vocab_size: 
 
 
 def _forbidding(sequences: Sequence[Sequence[int]], vocab_size: int) -> Hook:
-
     always = ~np.isin(np.arange(vocab_size), [one[0] for one in sequences if len(one) == 1])
     longer: dict[int, list[tuple[list[int], int]]] = {}  # by the last token before the forbidden one
     for *head, last in sequences:

@@ -28,21 +28,17 @@ _FILTERS = {
 }
 _ENDS_LATER = (hf.MinLengthLogitsProcessor, hf.MinNewTokensLengthLogitsProcessor)
 # With a state, a model, or the inputs of the whole batch.
-_REFUSED = tuple(
-    getattr(logits_process, name)
-    for name in (
-        "UnbatchedClassifierFreeGuidanceLogitsProcessor",
-        "ClassifierFreeGuidanceLogitsProcessor",
-        "SynthIDTextWatermarkLogitsProcessor",
-        "EncoderRepetitionPenaltyLogitsProcessor",
-        "EncoderNoRepeatNGramLogitsProcessor",
-        "WhisperTimeStampLogitsProcessor",
-        "WhisperNoSpeechDetection",
-        "AlternatingCodebooksLogitsProcessor",
-        "BarkEosPrioritizerLogitsProcessor",
-    )
+_REFUSED = (
+    logits_process.UnbatchedClassifierFreeGuidanceLogitsProcessor,
+    logits_process.ClassifierFreeGuidanceLogitsProcessor,
+    logits_process.SynthIDTextWatermarkLogitsProcessor,
+    logits_process.EncoderRepetitionPenaltyLogitsProcessor,
+    logits_process.EncoderNoRepeatNGramLogitsProcessor,
+    logits_process.WhisperTimeStampLogitsProcessor,
+    logits_process.WhisperNoSpeechDetection,
+    logits_process.AlternatingCodebooksLogitsProcessor,
+    logits_process.BarkEosPrioritizerLogitsProcessor,
 )
-
 _TAKES_TURNS = "it changes itself when called, and rows take turns: make it a function of its arguments"
 
 
@@ -138,15 +134,8 @@ def as_options(
 
 
 def process(processors: Sequence[Processor], ids: Tensor, logits: Tensor) -> Tensor:
-    """Scores of the next token, in float32 as in ``generate``.
-
-    Args:
-        ids: the tokens of the sequence so far, padding included. [1, N]
-        logits: [V]
-
-    Returns:
-        [V]
-    """
+    """Scores of the next token, in float32 as in ``generate``, after the tokens so far, padding included.
+    [1, N], [V] -> [V]"""
     scores = logits[None].to(torch.float32, copy=True)
     for one in processors:
         scores = one(ids, scores)

@@ -66,15 +66,10 @@ def rows_of(
     defaults: Mapping[str, Any],
     n: int = 1,
 ) -> list[dict[str, Any]]:
-    """The options of each completion, ``n`` for each of ``num_rows`` prompts in turn. Raises OptionError.
-
-    Args:
-        sampling: the same options for all rows, with the seed of the first; or the options of each row; None for
-            ``defaults``.
-        changes: fields of ``Sampling`` to be changed, a value for all rows or a list with one for each.
-    """
+    """The options of each completion, ``n`` for each of ``num_rows`` prompts in turn. ``sampling`` are those of all
+    rows, with the seed of the first, or of each row; None for ``defaults``. Changes have a value for all rows or a list
+    with one for each. Raises OptionError."""
     check_names(changes)
-    given: list[dict[str, Any]]
     if sampling is None:
         given = [{**defaults}] * num_rows
     elif isinstance(sampling, Sampling):

@@ -93,7 +93,7 @@ class CapturedExecution(Execution):
     def run(self, step: Callable[..., R], lm: Any, **arguments: Any) -> R:
         if not self._fault:
             call = Call(step, lm, arguments)
-            # A function of logits, from a constraint, reads them on the host.
+            # A constraint may have functions, which read logits on the host.
             is_possible = not any(map(callable, call.form))
             with _TURN:
                 if is_possible and (results := self._results(call)) is not None:
@@ -103,13 +103,13 @@ class CapturedExecution(Execution):
         return step(lm, **arguments)
 
     def _results(self, call: Call) -> Any:
-        """The results of a program, or of the step that it is compared with; None if they cannot be had."""
+        """The results of a program, or of the step that the program is compared with; None after a fault."""
         key = call.step, id(call.lm.backend), tuple(call.form)
         program = self._programs.get(key)
         if program is not None and program.num_compared == _NUM_COMPARED:
             self._programs.move_to_end(key)
             return program.run(call.tensors)
-        # A wrong program may write anywhere, and both begin with the same cache.
+        # The program and the step begin with the same cache, of which a wrong program may overwrite any part.
         try:
             before = [store.clone() for store in call.stores]
             try:
@@ -140,7 +140,7 @@ class CapturedExecution(Execution):
         self._programs.clear()
         if not self._is_required:
             self.name = "eager"
-            _LOG.warning("%s: it runs eagerly from here on", fault)
+            _LOG.warning("%s: the model runs eagerly from here on", fault)
 
     def _record(self, call: Call) -> _Program:
         inputs, stores, lm = [tensor.clone() for tensor in call.tensors], call.stores, call.lm

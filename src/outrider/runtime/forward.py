@@ -1,4 +1,4 @@
-"""What a forward is: tokens at places of a cache to logits and hidden states. Two implementations have this interface:
+"""Forward: tokens at places of a cache to logits and hidden states. Two implementations run models:
 ``TransformersForward`` (any model, in its own code) and ``NativeForward`` (native/engine.py)."""
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Forward(Protocol):
 
     @property
     def weights(self) -> Any:
-        """The same module, or a model without code; it has ``parameters()``, ``state_dict()`` and ``config``."""
+        """This module, or a model without code, which has ``parameters()``, ``state_dict()`` and ``config``."""
 
     @property
     def device(self) -> torch.device:

@@ -147,19 +147,17 @@ class Candidates:
 
     def draw(self, uniforms: Tensor) -> Tensor:
         """Draw from each row by inverting its cumulative sum. [B] -> [B]"""
-        return self._draw(0, uniforms.contiguous(), 1, None, None)
+        return self._draw(uniforms.contiguous(), None, None)
 
     def draw_with_noise(self, seeds: Tensor, positions: Tensor) -> Tensor:
         """Draw with the Gumbel noise of these seeds and positions (noise.py). [B] -> [B]"""
-        return self._draw(2, None, 0, seeds.contiguous(), positions.contiguous())
+        return self._draw(None, seeds.contiguous(), positions.contiguous())
 
-    def _draw(self, rule: int, *noise: Tensor | int | None) -> Tensor:
-        """The token after an empty draft. [B]"""
-        check(all(one.shape == self.index.shape for one in noise if isinstance(one, Tensor)), "noise of each row")
-        ids = torch.empty(2, len(self.index), dtype=torch.long)
-        given = rule, len(self.index), 0, self.index.contiguous(), None, None, None, *noise
-        call("verify", byref(self.buffers.native), *given, ids[0], ids[1], None)
-        return ids[1]
+    def _draw(self, *noise: Tensor | None) -> Tensor:
+        check(all(one is None or one.shape == self.index.shape for one in noise), "noise of each row")
+        ids = torch.empty(self.index.shape, dtype=torch.long)
+        call("draw", byref(self.buffers.native), self.index.contiguous(), ids.numel(), *noise, ids)
+        return ids
 
     def verify(self, rule: int, draft: Draft, noise: tuple[Tensor | int | None, ...]) -> Verdict:
         """The verdict of a rule of rules.py, on rows of p [B, K+1].

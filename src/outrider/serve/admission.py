@@ -39,21 +39,16 @@ async def arrival(ticket: Ticket) -> tuple[int, Any] | None:
 
 
 class Admission:
-    """The state of the server, and the accepted requests that have not ended.
+    """The state of the server, and the tickets of accepted requests and other work that have not ended. There are
+    limits of rows, running or waiting, in all and of one client (None leaves a quarter to others). ``unsent`` has the
+    bytes of answers that are being sent, by client."""
 
-    Args:
-        most_rows: maximum rows, running or waiting.
-        most_of_one: maximum for one client; None leaves a quarter to others.
-        tickets: of accepted requests, and of other work.
-
-    Attributes:
-        unsent: bytes of answers that are being sent, by client.
-    """
-
-    def __init__(self, most_rows: int, most_of_one: int | None, tickets: Set[Ticket]) -> None:
+    def __init__(
+        self, most_rows: int, most_of_one: int | None, tickets: Set[Ticket], retry_after_s: Callable[[], int]
+    ) -> None:
         self.most_of_one = math.ceil(_SHARE_OF_ONE * most_rows) if most_of_one is None else min(most_of_one, most_rows)
         self.state: Literal["loading", "ready", "draining", "failed"] = "loading"
-        self._most_rows, self._tickets = most_rows, tickets
+        self._most_rows, self._tickets, self._retry_after_s = most_rows, tickets, retry_after_s
         self._reserved: list[str] = []  # clients of requests in preparation
         self.unsent: Counter[str] = Counter()
 
@@ -77,9 +72,10 @@ class Admission:
         if self.state != "ready":
             raise unavailable("the server is shutting down", LEAST_RETRY_AFTER_S)
 
-    def check(self, num_rows: int, client: str, retry_after_s: int) -> None:
+    def check(self, num_rows: int, client: str) -> None:
         """Raises Refusal: not ready, or so many more rows exceed a limit."""
         self.check_ready()
+        retry_after_s = self._retry_after_s()
         taken = [(one.client, _num_taken(one)) for one in self._tickets] + [(one, 1) for one in self._reserved]
         num_all, num_own = (sum(count for one, count in taken if who in (None, one)) for who in (None, client))
         if num_all + num_rows > self._most_rows:
@@ -95,9 +91,9 @@ class Admission:
             raise unavailable("too many bytes of answers wait to be read: try again later", retry_after_s)
 
     @contextmanager
-    def reserve(self, client: str, retry_after_s: int) -> Iterator[None]:
+    def reserve(self, client: str) -> Iterator[None]:
         """Count a request as one row while the request is prepared. Raises Refusal: see ``check``."""
-        self.check(1, client, retry_after_s)
+        self.check(1, client)
         self._reserved.append(client)
         try:
             yield

@@ -11,7 +11,7 @@ import json
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -40,11 +40,6 @@ class Answer(ABC):
     Attributes:
         prompt_ids, prompt_texts: of each prompt; texts with ``echo`` alone.
         jobs: one per choice, ``n`` per prompt in turn; none if only the prompt is requested.
-        tokens: texts of single tokens.
-        new_parser: makes the parser of one output.
-        tool_format: how the model writes calls, if that is known.
-        num_thoughts: how many of the tokens of an output are thoughts; None if they are not split off.
-        ticket: set when the rows are queued.
         scored: tokens of each prompt but the first, if their log-probabilities are requested.
     """
 
@@ -56,7 +51,7 @@ class Answer(ABC):
     new_parser: Callable[[RequestState], OutputParser]
     tool_format: ToolFormat | None
     served: ServedModel
-    num_thoughts: Callable[[Sequence[int]], int] | None
+    splits_thoughts: bool
     ticket: Ticket = field(init=False)
     scored: list[list[ScoredToken]] = field(init=False)
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
@@ -91,8 +86,8 @@ class Answer(ABC):
         completions = [job.completion for job in self.jobs]
         num_cached = sum(one.num_cached_tokens for one in completions[:: self.ask.body.n])
         usage = usage_of(self.num_prompt_tokens, sum(len(one.token_ids) for one in completions), num_cached)
-        if self.num_thoughts is not None:
-            num_thoughts = sum(self.num_thoughts(one.token_ids) for one in completions)
+        if self.splits_thoughts:
+            num_thoughts = sum(job.text.num_thoughts for job in self.jobs)
             usage["completion_tokens_details"] = {"reasoning_tokens": num_thoughts}
         return {"usage": usage} | self.metrics()
 

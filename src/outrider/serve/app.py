@@ -211,7 +211,7 @@ class App:
             value = parse_json(body)
             return JSONResponse(make(self._preparer_of(value.get("model")), value))
 
-        with self._model.reserve(client):
+        with self._model.admission.reserve(client):
             body = await _body(request)
             return await self._tokenizing.run(make_it, client)
 
@@ -235,7 +235,7 @@ class Generation:
             await self.answer(prepared, client, send)
 
         with ExitStack() as reserved:
-            reserved.enter_context(self.app._model.reserve(client))  # before the body takes memory
+            reserved.enter_context(self.app._model.admission.reserve(client))  # before the body takes memory
             sent = await _body(Request(scope, receive))
             await _until_disconnect(receive, respond(sent, reserved))
 

@@ -18,7 +18,7 @@ from outrider.records import Chunk, FinishReason, TokenLogprob
 from outrider.serve.answers import DONE, Answer, event_of, usage_of
 from outrider.serve.http_errors import Refusal
 from outrider.serve.logprobs import PlacedToken, Scored, WaitingTokens, finite_logprob, id_text, prompt_logprobs_json
-from outrider.text.output_parser import Piece
+from outrider.text.thought_splitter import Piece
 from outrider.text.tokenizer import pieces_of
 
 _FINISH = {"eos": "stop", "stop": "stop", "length": "length"}

@@ -37,11 +37,9 @@ class ParsedRequest:
     """A generation request, checked as far as possible without the models.
 
     Attributes:
-        prompts: strings, lists of token ids, or a chat.
         max_tokens: None for the rest of the context; 0 for none, with ``echo``.
         options: other fields of ``Sampling``.
         structured_by: the field that constrains the output; ``options`` has the constraint in the library's form.
-        tools: those that may be called.
         is_left: set when the client has left.
     """
 

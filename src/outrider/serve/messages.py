@@ -18,7 +18,7 @@ from outrider.serve.answers import ItemsAnswer, event_of
 from outrider.serve.body import Strict
 from outrider.serve.generation_body import Format, GenerationBody, Integer, ParsedRequest, Stops
 from outrider.serve.http_errors import Refusal
-from outrider.serve.tools import Choice, Part, Tools, ToolUse, as_parts, descriptions_of
+from outrider.serve.tools import Choice, Part, Tools, ToolUse, as_parts, descriptions_of, of_type
 from outrider.text.chat import ChatOptions
 
 PATH = "/v1/messages"
@@ -129,15 +129,9 @@ class _Thinking(Strict):
         return self
 
 
-def _check_form(form: Format) -> Format:
-    if form.type != "json_schema":
-        raise ValueError("the type must be json_schema")
-    return form
-
-
 class _OutputConfig(Strict):
     effort: str | None = None
-    format: Annotated[Format, AfterValidator(_check_form)] | None = None
+    format: Annotated[Format, of_type("json_schema")] | None = None
 
 
 class MessageBody(GenerationBody):

@@ -16,8 +16,9 @@ from prometheus_client.registry import Collector
 
 from outrider.decoding.scheduler import Load
 from outrider.records import Chunk, Stats, Timing
-from outrider.requests.engine_loop import RequestState
+from outrider.requests.async_session import Arrived
 
+_NEWEST = 0.1  # weight of the latest row in the moving average of row times
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 _SECONDS_A_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0)
 
@@ -29,6 +30,7 @@ class Metrics(Collector):
     def __init__(self, load: Callable[[], Load], unread_bytes: Callable[[], int], model_name: str) -> None:
         self._load, self._unread_bytes, self._model_name = load, unread_bytes, model_name
         self.stats, self.timing = Stats(), Timing()
+        self.row_s = 0.0  # moving average of how long a row keeps its slot
         self.num_prompt_tokens = self.num_cached_tokens = 0
         self.num_ended: Counter[str] = Counter()
         self.registry = CollectorRegistry()
@@ -44,26 +46,33 @@ class Metrics(Collector):
         one = Histogram(f"outrider:{name}_seconds", about, ["model_name"], buckets=bounds, registry=self.registry)
         return one.labels(self._model_name)
 
-    def count_chunk(self, chunk: Chunk, *, has_timing: bool) -> None:
-        if has_timing:
-            self.timing += chunk.timing
-        self.stats += chunk.stats
-
-    def count_first(self, chunk: Chunk, job: RequestState, submitted_s: float) -> None:
-        self.num_prompt_tokens += job.num_prompt_tokens
-        self.num_cached_tokens += chunk.num_cached_tokens
-        self._queue.observe(job.begun_s - submitted_s)
-        self._first.observe(job.first_s - submitted_s)
+    def count(self, arrived: Arrived) -> None:
+        """Count the results of one round, before rows keep their chunks. The first chunk has the round's timing."""
+        rows = [(ticket, ticket.states[number], item) for ticket, number, item in arrived if ticket.steps is None]
+        chunks = [item for _, _, item in rows if isinstance(item, Chunk)]
+        self.timing += sum((chunk.timing for chunk in chunks[:1]), Timing())
+        self.stats += sum((chunk.stats for chunk in chunks), Stats())
+        for ticket, job, item in rows:
+            has_failed = isinstance(item, Exception)
+            if not (has_failed or job.chunks):
+                self.num_prompt_tokens += job.num_prompt_tokens
+                self.num_cached_tokens += item.num_cached_tokens
+                self._queue.observe(job.begun_s - ticket.submitted_s)
+                self._first.observe(job.first_s - ticket.submitted_s)
+            reason = "error" if has_failed else item.finish_reason
+            if reason is None or ticket.num_open == 0:  # the cancelled ones have been counted
+                continue
+            self.count_end(reason)
+            if job.first_s:
+                self.row_s += _NEWEST * (job.last_s - job.begun_s - self.row_s)
+            if not has_failed:
+                self._whole.observe(job.last_s - ticket.submitted_s)
+                if (num_tokens := len(job.origins)) > 1:
+                    self._token.observe((job.last_s - job.first_s) / (num_tokens - 1))
 
     def count_end(self, reason: str, num_rows: int = 1) -> None:
         if num_rows:
             self.num_ended[reason] += num_rows
-
-    def count_latency(self, job: RequestState, submitted_s: float) -> None:
-        num_tokens = len(job.origins)
-        self._whole.observe(job.last_s - submitted_s)
-        if num_tokens > 1:
-            self._token.observe((job.last_s - job.first_s) / (num_tokens - 1))
 
     def collect(self) -> Iterator[Metric]:
         # Each is read once, so that the counts of a scrape belong together.

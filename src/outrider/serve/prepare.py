@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from outrider.decoder import ReadPrompt
@@ -99,6 +98,7 @@ class Preparer:
             options = self.decoder.read_options(ask.options)
             for prompt, ids in zip(prompts, all_ids, strict=True):
                 read = self.decoder.read(prompt if isinstance(prompt, Mapping) else ids)
+                read = read._replace(begun=begun_of(ask.prompts[0]))
                 room = self.capacity - len(ids)
                 max_tokens = room if ask.max_tokens is None else min(ask.max_tokens, room)
                 for _ in range(ask.body.n):
@@ -108,10 +108,6 @@ class Preparer:
         if ask.body.echo:
             pairs = zip(ask.prompts, all_ids, strict=True)
             texts = [prompt if isinstance(prompt, str) else self._decode(ids) for prompt, ids in pairs]
-        num_thoughts = None
-        if thinking is not None and separates:
-            stage = thinking.stage_of(self._tokenizer, all_ids[0], begun_of(ask.prompts[0]))
-            num_thoughts = partial(thinking.num_thoughts, self._tokenizer, stage)
 
         def new_parser(job: RequestState) -> OutputParser:
             calls = None
@@ -120,7 +116,8 @@ class Preparer:
             return OutputParser(job.text.parts, calls, has_content=ask.tools is None or not ask.tools.is_forced)
 
         tokens = TokenTexts(self._tokenizer, ask.body.return_tokens_as_token_ids)
-        return answer(ask, all_ids, texts, jobs, tokens, new_parser, self._tool_format, self.model, num_thoughts)
+        splits = thinking is not None and separates
+        return answer(ask, all_ids, texts, jobs, tokens, new_parser, self._tool_format, self.model, splits)
 
     def token_ids(self, prompt: Prompt, has_special: bool | None = None) -> list[int]:
         """Token ids of a prompt that fits, encoded with special tokens or without; with images it is the processor's
@@ -211,7 +208,6 @@ class Preparer:
             includes_stop=ask.body.include_stop_str_in_output,
             thinking=thinking,
             splits_thoughts=separates,
-            begun=begun_of(ask.prompts[0]),
         )
         if ask.num_draft_tokens is not None:
             job.request = replace(job.request, num_draft_tokens=ask.num_draft_tokens)

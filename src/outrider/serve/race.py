@@ -52,26 +52,16 @@ def choices(preparer: Preparer) -> dict[str, Any]:
 
 
 def prepare_race(preparer: Preparer, ask: ParsedRequest) -> Race:
-    """
-    Args:
-        ask: of a ``RaceBody``.
-
-    Raises:
-        Refusal
-    """
+    """Prepare a race. Raises Refusal."""
     assert isinstance(ask.body, RaceBody)
     [prompt, *others] = ask.prompts
     if others or not isinstance(prompt, str):
         raise Refusal("a race takes one prompt, a string", param="prompt")
-    seed = ask.options["seed"]
-    max_tokens = ask.max_tokens or 1
+    seed = secrets.randbelow(_NUM_SEEDS) if ask.options["seed"] is None else ask.options["seed"]
     try:
         ids = preparer.token_ids(prompt)
-        options = {
-            **ask.options,
-            "seed": secrets.randbelow(_NUM_SEEDS) if seed is None else seed,
-            "max_new_tokens": min(max_tokens, preparer.capacity - len(ids)),
-        }
+        max_tokens = min(ask.max_tokens or 1, preparer.capacity - len(ids))
+        options = {**ask.options, "seed": seed, "max_new_tokens": max_tokens}
         decoder = replace(preparer.decoder, acceptance=ask.body.acceptance or preparer.decoder.acceptance)
         decoder.request(ids, options)  # raises if impossible
         arms = Arm("plain", decoder.plain()), _speculative(decoder, ask.body.drafter, ask.num_draft_tokens)

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
-from contextlib import AbstractContextManager, aclosing, suppress
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
@@ -20,7 +21,7 @@ from outrider.decoding.fair_queue import FairQueue
 from outrider.decoding.schedule import Schedule
 from outrider.decoding.scheduler import Load
 from outrider.errors import NumericsError, OutriderError, PromptError
-from outrider.records import Chunk, FinishReason
+from outrider.records import Chunk
 from outrider.requests.async_session import Arrived, AsyncSession, Ticket
 from outrider.requests.engine_loop import EngineLoop, RequestState, discard
 from outrider.requests.session import Session
@@ -34,8 +35,6 @@ from outrider.text.tokenizer import encode
 _LOG = logging.getLogger("outrider.serve")
 _MOST_RETRY_AFTER_S = 60  # the openai client waits no longer
 _NO_LOAD = Load(0, 0, 0, 0)
-
-_NEWEST = 0.1  # weight of the latest row in the moving average of row times
 
 LoadDecoder = Callable[[], Decoder]
 _Step = TypeVar("_Step")
@@ -78,11 +77,9 @@ class ServedModel:
     """Takes requests and delivers chunks. Call all methods from the event loop.
 
     Attributes:
-        names: the model's names for clients; responses use the first.
+        names: the model's names for clients, at least one; responses use the first.
         decoder, capacity, schedule, fingerprint: set once the model is loaded; the decoder's models have names for
             clients.
-        session: runs the engine.
-        admission: the state of the server, and accepted requests.
         error: the reason of a failure.
     """
 
@@ -98,11 +95,10 @@ class ServedModel:
         self.names, self._options, self._load = tuple(names), options, load
         self.session = AsyncSession(self._open_on_thread, watch=self._watch, fail=self._fail)
         most_rows = options.num_slots + options.max_queue
-        self.admission = Admission(most_rows, options.max_per_client, self.session.tickets)
+        self.admission = Admission(most_rows, options.max_per_client, self.session.tickets, self._retry_after_s)
         self.metrics = Metrics(lambda: self.load, lambda: self.admission.unread().total(), self.names[0])
         self.error: BaseException | None = None
         self._engine: engine.Engine | None = None
-        self._row_s = 0.0  # moving average of how long a row keeps its slot
 
     def start(self, on_ready: Callable[[], None], on_failure: Callable[[], None]) -> None:
         """Start loading. The event loop must be running; both callbacks are called in it."""
@@ -123,13 +119,9 @@ class ServedModel:
     def load(self) -> Load:
         return _NO_LOAD if self._engine is None else self._engine.load
 
-    def reserve(self, client: str) -> AbstractContextManager[None]:
-        """Count a request as one row while the request is prepared. Raises Refusal: not ready, or the queue is full."""
-        return self.admission.reserve(client, self._retry_after_s())
-
     def submit(self, jobs: Sequence[RequestState], client: str, priority: int) -> Ticket:
         """Queue rows. The caller must ``close`` the ticket. Raises Refusal: not ready, or the queue is full."""
-        self.admission.check(len(jobs), client, self._retry_after_s())
+        self.admission.check(len(jobs), client)
         return self.session.submit(Ticket(jobs, client, priority))
 
     def close(self, ticket: Ticket, error: Exception | None = None, reason: str = "abort") -> None:
@@ -142,18 +134,17 @@ class ServedModel:
         """Score prompts: log-probabilities of all tokens of each prompt but the first, from the target's raw logits,
         with ``num_top`` alternatives. For a request already accepted (``submit``): it is not refused halfway. Raises
         Refusal: it waited too long; NumericsError: the target returned NaN."""
-        steps = (
-            (which, part)
-            for which, token_ids in enumerate(prompts)
-            if len(token_ids) > 1
-            for part in prompt_logprobs(self.decoder.target, token_ids, num_top)
-        )
         found: list[list[ScoredToken]] = [[] for _ in prompts]
-        async with aclosing(self.between_rounds(steps, client, is_taken=True)) as parts:
-            async for step in parts:
-                if step is not None:
-                    which, part = step
-                    found[which] += part
+
+        def steps() -> Generator[None]:
+            for token_ids, own in zip(prompts, found, strict=True):
+                for part in prompt_logprobs(self.decoder.target, token_ids, num_top) if len(token_ids) > 1 else ():
+                    own += part
+                    yield
+
+        async with aclosing(self.between_rounds(steps(), client, is_taken=True)) as parts:
+            async for _ in parts:
+                pass
         return found
 
     async def between_rounds(
@@ -163,7 +154,7 @@ class ServedModel:
         or counted as one. Yields None as a keep-alive. Close the iterator (``aclosing``) so that the task ends when the
         client disconnects. Raises Refusal: not ready, the queue is full, or it waited too long."""
         if not is_taken:
-            self.admission.check(1, client, self._retry_after_s())
+            self.admission.check(1, client)
         ticket = self.session.submit(Ticket(client=client, steps=steps))
         try:
             while True:
@@ -183,8 +174,8 @@ class ServedModel:
 
     def time_out(self) -> None:
         """End the requests that have waited too long for a first slot."""
-        late = [ticket for ticket in self.session.tickets if ticket.waited_s > self._options.queue_timeout_s]
-        late = [ticket for ticket in late if ticket.num_open and not ticket.has_begun]
+        least_s = time.perf_counter() - self._options.queue_timeout_s
+        late = [one for one in self.session.tickets if one.submitted_s < least_s and one.num_open and not one.has_begun]
         if late:
             self.session.post(lambda: self._time_out_on_thread(late))
 
@@ -195,31 +186,16 @@ class ServedModel:
         return NumericsError(str(error).replace(f"the model {self._own_name} ", f"the model {self.names[0]} "))
 
     def _retry_after_s(self) -> int:
-        wait_s = self._row_s * self.load.num_waiting / self._options.num_slots
+        wait_s = self.metrics.row_s * self.load.num_waiting / self._options.num_slots
         return min(max(math.ceil(wait_s), LEAST_RETRY_AFTER_S), _MOST_RETRY_AFTER_S)
 
     # Called by the session, in the event loop
 
     def _watch(self, arrived: Arrived) -> None:
-        """Keep the chunks of rows, and count them. The first chunk of a round carries the round's timing."""
-        is_first = True
+        self.metrics.count(arrived)
         for ticket, number, item in arrived:
-            if ticket.steps is not None:
-                continue
-            job = ticket.states[number]
-            reason: FinishReason | None = "error"
             if isinstance(item, Chunk):
-                self.metrics.count_chunk(item, has_timing=is_first)
-                is_first, reason = False, item.finish_reason
-                if not job.chunks:
-                    self.metrics.count_first(item, job, ticket.submitted_s)
-                job.chunks.append(item)
-            if reason is not None and ticket.num_open:  # else it is counted as cancelled
-                self.metrics.count_end(reason)
-                if job.chunks:
-                    self._row_s += _NEWEST * (job.last_s - job.begun_s - self._row_s)
-                if reason != "error":
-                    self.metrics.count_latency(job, ticket.submitted_s)
+                ticket.states[number].chunks.append(item)
 
     def _fail(self, error: BaseException) -> Exception:
         if not isinstance(error, OutriderError):

@@ -30,14 +30,8 @@ _GRACE_S = 5.0  # to send errors after running requests are cancelled
 
 
 class Server:
-    """HTTP server on a bound socket.
-
-    Args:
-        names: of the model for clients, at least one; responses have the first.
-        load: loads the decoder, in the thread that will own it.
-        listener: bound; the server closes it.
-        on_ready: called with the model when requests are accepted.
-    """
+    """HTTP server on a bound socket, which it closes; ``on_ready`` is called when requests are accepted. The rest: see
+    ``ServedModel``."""
 
     def __init__(
         self,

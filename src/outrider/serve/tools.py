@@ -77,14 +77,19 @@ class Tool(Part):
         return _NO_ARGUMENTS if self.parameters is None else {"type": "object", **self.parameters}
 
 
-def _check_function(tool: Tool) -> Tool:
-    if tool.type != "function":
-        raise ValueError("the type must be function")
-    return tool
+def of_type(kind: str) -> AfterValidator:
+    """Check of the type of an object that has several."""
+
+    def check(given: Any) -> Any:
+        if given.type != kind:
+            raise ValueError(f"the type must be {kind}")
+        return given
+
+    return AfterValidator(check)
 
 
 Tools = Annotated[list[Tool], Field(fail_fast=True)]  # Anthropic's, of the type custom too
-Functions = Annotated[list[Annotated[Tool, AfterValidator(_check_function)]], Field(fail_fast=True)]  # OpenAI's
+Functions = Annotated[list[Annotated[Tool, of_type("function")]], Field(fail_fast=True)]  # OpenAI's
 
 
 class Choice(Part):
@@ -148,12 +153,8 @@ class ToolUse:
     def constraint(
         self, form: ToolFormat, marker_ids: Mapping[str, int], answer: Mapping[str, Any], answer_by: str | None
     ) -> dict[str, Any] | None:
-        """Constraint of the output, in the form of ``Sampling``; None if nothing is demanded of calls. Raises Refusal.
-
-        Args:
-            marker_ids: ids of the format's markers.
-            answer: constraint of the text, set by the field ``answer_by``.
-        """
+        """Constraint of the output, in the form of ``Sampling``; None if nothing is demanded of calls. The format's
+        markers have ids; ``answer`` is the constraint of the text, set by the field ``answer_by``. Raises Refusal."""
         is_strict = any(tool.strict for tool in self.callable)
         if not (answer or self.is_forced or not self.is_parallel or is_strict):
             return None  # calls have the form that the model has learnt

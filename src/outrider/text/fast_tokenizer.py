@@ -6,7 +6,6 @@ same code serves those, too. Texts are neither padded nor truncated.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -149,16 +148,12 @@ class FastTokenizer:
 
     def save_pretrained(self, folder: Path) -> None:
         """Write the files that Transformers reads."""
-        config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", **self.special_tokens_map}
-        config |= {"extra_special_tokens": [*self.extra_special_tokens], "clean_up_tokenization_spaces": False}
-        config |= {"split_special_tokens": self.backend_tokenizer.encode_special_tokens}
-        config["model_input_names"] = ["input_ids", "attention_mask"]
-        templates = self.chat_template if isinstance(self.chat_template, dict) else {"default": self.chat_template}
-        for name, text in templates.items():
-            file = folder / ("chat_template.jinja" if name == "default" else f"additional_chat_templates/{name}.jinja")
-            if text is not None:
-                file.parent.mkdir(parents=True, exist_ok=True)
-                file.write_text(text, encoding="utf-8")
-        folder.mkdir(parents=True, exist_ok=True)
-        self.backend_tokenizer.save(str(folder / "tokenizer.json"))
-        (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        from transformers import PreTrainedTokenizerFast
+
+        PreTrainedTokenizerFast(
+            tokenizer_object=self.backend_tokenizer,
+            chat_template=self.chat_template,
+            extra_special_tokens=[*self.extra_special_tokens],
+            split_special_tokens=self.backend_tokenizer.encode_special_tokens,
+            **self.special_tokens_map,
+        ).save_pretrained(folder)

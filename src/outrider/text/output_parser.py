@@ -1,7 +1,5 @@
-"""Splits a model's output into thoughts, content and calls of tools, as it arrives, and passes on no half a marker.
-
-A row's text splits off the thoughts (``ThoughtSplitter``), since its stop strings count after them; the parser of an
-answer finds calls in the rest.
+"""Finds calls of tools in a model's output, as it arrives, and passes on no half a marker. The thoughts have been split
+off: see ``RowText``.
 """
 
 from __future__ import annotations
@@ -9,10 +7,9 @@ from __future__ import annotations
 import json
 import re
 from collections import deque
-from collections.abc import Collection, Sequence
-from typing import Literal, NamedTuple
+from collections.abc import Collection
 
-from outrider.text.thinking import Stage, Thinking
+from outrider.text.thought_splitter import Piece, num_undecided
 from outrider.text.tool_formats import SPACE, ToolFormat
 
 _PLAIN = re.compile(r'[^"\\]+')  # in a string: read at once, since one character after another takes quadratic time
@@ -26,29 +23,9 @@ _HEAD = re.compile(
 _FIRST_KEY = re.compile(r'\s*{\s*"(?:name|type|id|arguments|parameters)"\s*:')
 
 
-class Piece(NamedTuple):
-    """A part of the output.
-
-    Attributes:
-        kind: "call" begins a call, whose arguments follow.
-        text: content; thoughts; the name of the tool; or a part of the arguments, which are JSON.
-        call: the number of the call, from 0.
-        end: where content ends, in characters of the output.
-    """
-
-    kind: Literal["content", "reasoning", "call", "arguments"]
-    text: str
-    call: int = 0
-    end: int = 0
-
-
 class OutputParser:
-    """Parser of one output with thoughts, calls, or both.
-
-    Args:
-        parts: thoughts and content of each chunk to come (see ``RowText``).
-        has_content: if false, text outside calls is the beginning of a call that was cut.
-    """
+    """Parser of one output with thoughts, calls, or both, from the parts of each chunk to come (see ``RowText``).
+    Without content, text outside calls is the beginning of a call that was cut."""
 
     def __init__(self, parts: deque[list[Piece]], calls: CallParser | None = None, *, has_content: bool = True) -> None:
         self._parts, self._calls, self._has_content = parts, calls, has_content
@@ -70,81 +47,6 @@ class OutputParser:
             pieces += [part] if part.kind == "reasoning" else self._calls.feed(part.text, part.end)
         pieces += self._calls.feed("", is_end=True) if is_end else []
         return [piece for piece in pieces if self._has_content or piece.kind != "content"]
-
-
-class ThoughtSplitter:
-    """Splits one output into thoughts and the rest, as it arrives, without the white space between them; in the middle
-    of a text (``is_continued``), white space counts from the beginning."""
-
-    def __init__(self, thinking: Thinking, stage: Stage, *, is_continued: bool = False) -> None:
-        self._thinking, self._stage = thinking, stage
-        self._text = ""  # not yet split
-        self._num_characters = 0  # of all text
-        self._label = thinking.label if stage == "before" else ""
-        self._is_dropping = stage != "before" and not is_continued  # white space
-        self._markers = (thinking.begin, *thinking.headers) if thinking.turn else ()  # in the rest
-        self._marker = re.compile("|".join(map(re.escape, self._markers)))
-
-    @property
-    def num_waiting(self) -> int:
-        """Characters at the end that are neither thoughts nor the rest for certain."""
-        return len(self._text)
-
-    def feed(self, text: str, *, is_end: bool = False) -> list[Piece]:
-        """Add text; return the thoughts and the content that are certain. A header is an empty thought."""
-        self._text += text
-        self._num_characters += len(text)
-        begin = self._thinking.begin
-        if self._stage == "before":
-            stripped = self._text.lstrip()
-            if not is_end and begin.startswith(stripped) and stripped != begin:
-                return []
-            is_thought = stripped.startswith(begin)
-            self._stage, self._is_dropping = ("in" if is_thought else "after"), is_thought
-            self._text = stripped.removeprefix(begin) if is_thought else self._text
-        pieces: list[Piece] = []
-        while self._stage != "in" or self._think(pieces, is_end=is_end):
-            if not self._pass_on(pieces, is_end=is_end):
-                break
-        return pieces
-
-    def _think(self, pieces: list[Piece], *, is_end: bool) -> bool:
-        self._drop_space()
-        if self._label and not is_end and self._text != self._label and self._label.startswith(self._text):
-            return False
-        if self._label:
-            self._text, self._label, self._is_dropping = self._text.removeprefix(self._label), "", True
-            self._drop_space()
-        before, marker, after = self._text.partition(self._thinking.end)
-        # White space at the end waits for more thoughts.
-        held = 0 if marker or is_end else num_undecided(self._text, (self._thinking.end,))
-        thoughts = before[: len(before) - held].rstrip()
-        pieces += [Piece("reasoning", thoughts)] if thoughts else []
-        self._text = after if marker else self._text[len(thoughts) :]
-        if marker:
-            self._stage, self._is_dropping = "after", not self._markers
-        return bool(marker)
-
-    def _pass_on(self, pieces: list[Piece], *, is_end: bool) -> bool:
-        self._drop_space()
-        held = num_undecided(self._text, self._markers)
-        if is_end and ">" not in self._text[len(self._text) - held :]:  # no whole marker, so that it is text
-            held = 0
-        end = len(self._text) - held
-        found = self._marker.search(self._text, 0, end) if self._markers else None
-        content, self._text = self._text[: found.start() if found else end], self._text[found.end() if found else end :]
-        end = self._num_characters - len(self._text) - (len(found[0]) if found else 0)
-        pieces += [Piece("content", content, end=end)] if content else []
-        if found and found[0] == self._thinking.begin:
-            self._stage, self._is_dropping = "in", True
-        if found:  # between two messages
-            pieces.append(Piece("reasoning", "\n" if self._stage == "in" else ""))
-        return found is not None
-
-    def _drop_space(self) -> None:
-        if self._is_dropping:
-            self._text = self._text.lstrip()
-            self._is_dropping = not self._text
 
 
 class CallParser:
@@ -295,12 +197,8 @@ class CallParser:
 
 class CallReader:
     """Reads one call, a JSON object with a name and arguments. The arguments are passed on while they are still being
-    written, if the name comes first; else once the object is complete.
-
-    Args:
-        number: of the call.
-        names: of the tools; an object with another name is no call. None: any name.
-        name: known already: the text is the arguments alone.
+    written, if the name comes first; else once the object is complete. An object whose name is none of the tools' is no
+    call. If the name is known already, the text is the arguments alone.
 
     Attributes:
         is_done: the object is complete.
@@ -389,14 +287,3 @@ class CallReader:
             given = call.get("arguments", call.get("parameters"))
             self._arguments.append(given if isinstance(given, str) else json.dumps(given or {}, ensure_ascii=False))
         self.is_done = self.is_complete = True
-
-
-def num_undecided(text: str, markers: Sequence[str]) -> int:
-    """Length of the longest suffix of a text that is the beginning of a marker."""
-    longest = 0
-    for marker in markers:
-        for length in range(min(len(marker) - 1, len(text)), longest, -1):
-            if text.endswith(marker[:length]):
-                longest = length
-                break
-    return longest

@@ -13,7 +13,7 @@ from collections.abc import Collection, Sequence
 from operator import itemgetter
 
 from outrider.records import FinishReason
-from outrider.text.output_parser import Piece, ThoughtSplitter, num_undecided
+from outrider.text.thought_splitter import Piece, ThoughtSplitter, num_undecided
 from outrider.text.tokenizer import Detokenizer
 
 
@@ -22,9 +22,7 @@ class RowText:
 
     Args:
         detokenizer: None if there are only ids, no text.
-        eos_ids: tokens that end the row; they have no text.
-        stop: strings that end the row and are not part of its text.
-        stop_ids: more tokens that end the row; they have no text either.
+        eos_ids, stop_ids, stop: tokens and strings that end the row; they have no text, and are not part of its text.
         min_tokens: stop strings that are complete by then do not end the row.
         includes_stop: the token or string that ends the row is part of its text.
         thoughts: splits off the thoughts of this row; None if all of its text is content.
@@ -33,6 +31,7 @@ class RowText:
         stop_reason: the stop string or stop token that has ended the row; None if none has.
         pieces: for each token, the text that has come with it, also where a stop string cuts it off.
         parts: thoughts and content in the text of each ``take``. (Their reader may be behind the row.)
+        num_thoughts: tokens between the markers of thoughts.
     """
 
     def __init__(
@@ -59,10 +58,13 @@ class RowText:
         self._num_characters = 0  # of all text
         self._split: list[Piece] = []  # since the last take, with the held content; neighbours of a kind are joined
         self.parts: deque[list[Piece]] = deque()
+        self.num_thoughts = 0
 
     def push(self, token_id: int) -> FinishReason | None:
         """Add the next token; return the finish reason if the row ends with it."""
         self.pieces.append("")
+        was_in_thoughts = self._is_in_thoughts
+        self.num_thoughts += was_in_thoughts
         reason: FinishReason | None = None
         if token_id in self._eos_ids:
             reason = "eos"
@@ -74,7 +76,9 @@ class RowText:
             self.pieces[-1] = piece
             self._held.append((len(self.pieces) - 1, piece))
         num_held = sum(len(piece) for _, piece in self._held)
-        for part in self._parts_of(piece):
+        parts = self._parts_of(piece)
+        self.num_thoughts -= was_in_thoughts and not self._is_in_thoughts  # the marker of their end
+        for part in parts:
             self._add(part)
             if reason is not None or not self._stop:
                 continue
@@ -117,6 +121,10 @@ class RowText:
         self.parts.append([part for part in self._split if part.text])
         self._split = held
         return certain
+
+    @property
+    def _is_in_thoughts(self) -> bool:
+        return self._thoughts is not None and self._thoughts.is_in_thoughts
 
     def _parts_of(self, text: str, *, is_end: bool = False) -> list[Piece]:
         self._num_characters += len(text)

@@ -93,14 +93,8 @@ class Spelling(NamedTuple):
 
 
 def spelling_of(target: Any, draft: Any, num_target: int, num_draft: int) -> Spelling | None:
-    """Spell the tokens of a target's tokenizer in those of a draft's.
-
-    Args:
-        num_target, num_draft: tokens of each, the first of its ids.
-
-    Returns:
-        None if the tokens of one of them cannot be read as bytes.
-    """
+    """Spell the first tokens of a target's tokenizer in the first ones of a draft's; None if the tokens of one of them
+    cannot be read as bytes."""
     own_bytes, draft_bytes = token_bytes(target), token_bytes(draft)
     if own_bytes is None or draft_bytes is None:
         return None

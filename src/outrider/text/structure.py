@@ -69,30 +69,18 @@ llguidance.LLMatcher.validate_grammar_with_warnings(grammar)
 _ENDS_BY_LIMITS = (-24, -6, 1, -11)  # SIGXCPU, SIGABRT, an error of Python, SIGSEGV: Windows knows only the third
 
 
-def structure_of(
-    sampling: Sampling, tokenizer: Any, vocab_size: int, eos_ids: frozenset[int], grammar: str | None = None
-) -> Structure | None:
-    """The constraint of a new sequence with these options, if any. Arguments and errors: see ``Structure``."""
-    return Structure(sampling, tokenizer, vocab_size, eos_ids, grammar) if sampling.is_constrained else None
-
-
 def grammar_of(sampling: Sampling) -> str | None:
     """The constraint of these options in llguidance's own format, if any. Errors: see ``Structure``."""
     return _grammar(*_given(sampling)) if sampling.is_constrained else None
 
 
 class Structure:
-    """Constraint of one sequence and its state (see ``outrider.records.Constraint``).
-
-    Args:
-        sampling: with a constraint.
-        tokenizer: a fast tokenizer of Hugging Face.
-        eos_ids: tokens that end the sequence; allowed when it is complete.
-        grammar: see ``grammar_of``, where it was read before.
+    """Constraint of one sequence and its state (see ``outrider.records.Constraint``). Tokens that end the sequence are
+    allowed when it is complete. A grammar may have been read before (``grammar_of``).
 
     Raises:
-        OptionError: llguidance does not accept the constraint; no text matches it; or there is no such tokenizer, or
-            no end token.
+        OptionError: llguidance does not accept the constraint; no text matches it; the tokenizer is no fast one, or
+            there is no end token.
         MissingExtra: llguidance is not installed.
         ConstraintNotRead: the constraint was not read in time, since the machine is too busy.
     """

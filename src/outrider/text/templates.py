@@ -8,8 +8,7 @@ else, since many runs have no chats.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
 from types import FunctionType, MethodType
@@ -24,6 +23,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 _THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # names of a message's thoughts, which templates read
+_PLAIN: dict[type, Callable[[Any], Any]] = {str: str.__str__, int: int.__int__, float: float.__float__}
 _END = "HERE THE OUTPUT GOES ON "  # after a message that is continued; templates may strip the space
 
 
@@ -105,28 +105,20 @@ def _schema(tool: Any) -> Mapping[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """A value made of nothing that could run: other objects have methods, which a template could call."""
+    """A value made of nothing that could run: other objects have methods, which a template could call. Raises
+    TypeError."""
     if value is None or isinstance(value, bool):
         return value
-    if isinstance(value, str):
-        return str.__str__(value)
-    if isinstance(value, int):
-        return int.__int__(value)
-    if isinstance(value, float):
-        return float.__float__(value)
+    for kind, plain in _PLAIN.items():
+        if isinstance(value, kind):
+            return plain(value)
     if isinstance(value, Mapping):
         return {_plain(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [*map(_plain, value)] if isinstance(value, list) else tuple(map(_plain, value))
-    import numpy as np
-
-    if isinstance(value, np.generic):
-        return _plain(value.item())
-    if is_dataclass(value) and not isinstance(value, type):
-        return {one.name: _plain(getattr(value, one.name)) for one in fields(value)}
     if callable(getattr(value, "model_dump", None)):  # of Pydantic
         return _plain(value.model_dump())
-    return f"<{type(value).__name__}>"
+    raise TypeError(f"chats and their variables are values of JSON, not {value!r:.200}")
 
 
 @lru_cache(maxsize=8)
@@ -135,7 +127,8 @@ def _compiled(template: str) -> Template:
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
     )
     environment.filters["tojson"] = _json
-    environment.globals |= {"raise_exception": _raise, "strftime_now": _now, "dict": _Dict(), "namespace": _Namespace}
+    environment.globals |= {"raise_exception": _raise, "dict": _Dict(), "namespace": _Namespace}
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     return environment.from_string(template)
 
 
@@ -177,12 +170,9 @@ class _Namespace(Namespace):
 def _json(
     value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
+    """JSON of a value, with these options alone: others call functions outside of the sandbox."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _raise(message: str) -> None:
     raise TemplateError(message)
-
-
-def _now(form: str) -> str:
-    return datetime.now().strftime(form)

@@ -54,13 +54,9 @@ class Thinking:
     answer_ids: tuple[int, ...] = ()
 
     def stage_of(self, tokenizer: Any, prompt_ids: Sequence[int], begun: str | None = "") -> Stage:
-        """Where an output begins: templates may write the first marker, or both.
-
-        Args:
-            begun: text that the output of a chat continues; None if the prompt is no chat. Then a marker anywhere in
-                it counts; in a chat, messages may speak of markers. Of channels, text without a header's beginning
-                at its end goes on with no message.
-        """
+        """Where an output begins: templates may write the first marker, or both. The output of a chat continues a text;
+        it is None if the prompt is no chat. Then a marker anywhere in it counts; in a chat, messages may speak of
+        markers. Of channels, text without a header's beginning at its end goes on with no message."""
         if begun is None:
             place, is_begin = self._last_marker(prompt_ids)
             if is_begin:
@@ -77,22 +73,6 @@ class Thinking:
         if rest != (self.label if is_begin else self.turn + self.answer):
             return "before"
         return "in" if is_begin else "after"
-
-    def num_thoughts(self, tokenizer: Any, stage: Stage, token_ids: Sequence[int]) -> int:
-        """Number of tokens of an output between the markers; without the second one, to the end."""
-        ids, num = list(token_ids), 0
-        stage = "before" if self.turn and stage == "after" else stage
-        while stage != "after" and ids:
-            if stage == "before":
-                size = len(self.begin_ids)
-                begin = next((i for i in range(len(ids)) if tuple(ids[i : i + size]) == self.begin_ids), None)
-                if begin is None or not (self.turn or not tokenizer.decode(ids[:begin]).strip()):
-                    break
-                ids = ids[begin + len(self.begin_ids) :]
-            end = ids.index(self.end_id) if self.end_id in ids else len(ids)
-            num += end
-            ids, stage = ids[end + 1 :], "before" if self.turn else "after"
-        return num
 
     def head_of(self, prompt_ids: Sequence[int]) -> tuple[int, ...]:
         """Beginning of a message's header at the end of a prompt; empty for none, and without channels."""
@@ -119,11 +99,8 @@ class Thinking:
 
 
 def thinking_of(tokenizer: Any, name: str) -> Thinking | None:
-    """Markers of a model's thoughts. Raises OptionError: there is no such format, or its markers are no tokens.
-
-    Args:
-        name: of the format; "none"; or "auto": the one whose markers are tokens.
-    """
+    """Markers of a model's thoughts, by the name of their format; "none"; or "auto": the one whose markers are tokens.
+    Raises OptionError: there is no such format, or its markers are no tokens."""
     if name not in ("auto", "none", *_FORMATS):
         raise OptionError("--reasoning-parser", name, f"choose auto, none, {' or '.join(_FORMATS)}")
     for own, (begin, label, end, turn, answer) in _FORMATS.items():
@@ -161,8 +138,6 @@ class Thoughts:
 
     Args:
         inner: constraint of the output from its first token after the thoughts on; None for none.
-        stage: where the output begins.
-        end_ids: tokens that end the sequence.
         budget: the most tokens between the markers; None for any number. Tokens of the prompt do not count.
         is_blank: whether a token is white space, which may come before the first marker.
         head: beginning of a message's header that the prompt has written (see ``Thinking.head_of``).

@@ -30,14 +30,9 @@ _UNFINISHED = "\ufffd"  # output of decoders for an incomplete character
 
 
 def encode(tokenizer: Any | None, prompt: Prompt, *, has_special: bool | None = None) -> list[int]:
-    """Token ids of a prompt. Raises PromptError: the prompt is empty, or needs a tokenizer or a chat template that is
-    missing; OptionError: the chat template does not read an option of a chat.
-
-    Args:
-        tokenizer: None if the prompt is ids already.
-        has_special: add the tokenizer's special tokens (BOS, ...), but no second BOS; None: to text, but not to chats,
-            whose template writes them.
-    """
+    """Token ids of a prompt. ``has_special`` adds the tokenizer's special tokens (BOS, ...), but no second BOS; None
+    adds them to text, but not to chats, whose template writes them. Raises PromptError: the prompt is empty, or needs a
+    tokenizer or a chat template that is missing; OptionError: the chat template does not read an option of a chat."""
     if isinstance(prompt, str):
         if tokenizer is None:
             raise PromptError("a prompt of text needs a tokenizer: load the model with one, or give token ids")

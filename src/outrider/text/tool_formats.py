@@ -87,13 +87,7 @@ _MISTRAL = ToolFormat(
     id_length=9,
 )
 _MISTRAL_LIST = replace(
-    _MISTRAL,
-    tokens=("[TOOL_CALLS]",),
-    before=_OBJECT,
-    after="}",
-    between=", ",
-    opening="[TOOL_CALLS][",
-    closing="]",
+    _MISTRAL, tokens=("[TOOL_CALLS]",), before=_OBJECT, after="}", between=", ", opening="[TOOL_CALLS][", closing="]"
 )
 # A recipient in the header of a message, before its channel (as in histories) or after it.
 _OPENAI = ToolFormat(
@@ -109,14 +103,8 @@ TOOL_FORMATS = {"hermes": _HERMES, "llama3_json": _LLAMA, "mistral": _MISTRAL, "
 
 
 def tool_format_of(tokenizer: Any, name: str) -> ToolFormat | None:
-    """Format of a model's calls. Raises OptionError: there is no such format.
-
-    Args:
-        name: of the format; or "auto": the chat template and the vocabulary tell.
-
-    Returns:
-        None if the model has none of these ("auto").
-    """
+    """Format of a model's calls, by its name; by "auto" the chat template and the vocabulary tell, and it is None if
+    the model has none of these. Raises OptionError: there is no such format."""
     vocabulary = tokenizer.get_vocab()
     found = _name_of(tokenizer, vocabulary) if name == "auto" else name
     if found is None:
@@ -157,9 +145,7 @@ def calls_grammar(
 
     Args:
         tools: names, and JSON schemas of their arguments.
-        ids: of the markers that are tokens.
         is_forced: there is at least one call, and no text; else text may come before calls or in place of them.
-        is_parallel: there may be several calls.
         answer: JSON schema of the text, which then comes in place of calls.
     """
 

@@ -23,6 +23,7 @@ from outrider.cli.shared.template_options import TemplateOptions, hint_at_chat, 
 from outrider.cli.shared.terminal import write_chunks
 from outrider.errors import OptionError
 from outrider.options import Sampling
+from outrider.system.files import short_name
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -65,6 +66,9 @@ def generate(
     verify_bytes: bool = Option(
         False, "--verify-bytes", help="Generate without the draft, too. Differences are explained; exit code 1."
     ),
+    verify_model: bool = Option(
+        False, "--verify-model", help="Compare logits with Transformers' code. A difference ends the command."
+    ),
     generation_config: shared.GenerationConfigOption = "auto",
     json_target: shared.JsonOption = None,
 ) -> None:
@@ -95,6 +99,8 @@ def generate(
     ):
         if verify_bytes and is_unproven:
             raise OptionError("--verify-bytes", True, remedy)
+    if verify_model and cluster.ray is not None:
+        raise OptionError("--verify-model", True, "models on other machines are not compared: leave out --ray")
 
     from outrider.cli.shared.prompt_job import LocalWorker, Setup, run_job
     from outrider.offline.output_file import Totals
@@ -110,17 +116,24 @@ def generate(
         options = sampling.to_options(seed=seed, num_seeds=num_seeds, **more)
         shared.check_constraint(Sampling(**options))
         setup = Setup(pair, draft, k, options, template, probs)
+
+        def local_worker(num_slots: int) -> LocalWorker:
+            worker = LocalWorker(setup, num_slots)
+            if verify_model:
+                _verify_models(worker.decoder)
+            return worker
+
         totals = Totals(None if json_target is None or output is not None else [])
         workers: Workers
         if lines is None:
-            workers = worker = LocalWorker(setup, 1)
+            workers = worker = local_worker(1)
             console = console_for(json_target, has_colours=show_origin or None)
             row = _show(setup, worker.decoder, text, console, show_origin, totals)
         else:
 
             def open_workers(num_prompts: int) -> Workers:
                 if cluster.ray is None:
-                    return LocalWorker(setup, batch_size)
+                    return local_worker(batch_size)
                 return files.enter_context(open_ray_workers(cluster, setup, batch_size, num_prompts))
 
             stream = sys.stderr if json_target == "-" else sys.stdout
@@ -138,6 +151,19 @@ def generate(
         raise typer.Exit(130)
     if totals.num_failed or same is not None and same.differences:
         raise typer.Exit(1)
+
+
+def _verify_models(decoder: Decoder) -> None:
+    from outrider.models.heads.base import Head
+    from outrider.models.probe import verify
+
+    for lm in (decoder.target, *decoder.drafter.models):
+        if isinstance(lm.weights, Head) or lm.token_ids is not None:
+            say(f"not verified: {lm.name}, a draft for which Transformers has no code")
+            continue
+        with progress(f"comparing {short_name(lm.name)} with Transformers"):
+            line = verify(lm)
+        say(line)
 
 
 def _verify(setup: Setup, decoder: Decoder, row: dict[str, Any]) -> GreedyReport:

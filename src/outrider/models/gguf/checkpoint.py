@@ -24,7 +24,6 @@ from outrider.models.cpu_weights import HALVES, StoredWeights, large_matrices
 from outrider.models.gguf.families import StatedModel, stated_model, transformers_config
 from outrider.models.gguf.family import Family, Order, place_of
 from outrider.models.gguf.file import GgufFile, StoredTensor, is_readable, shards_of, type_name
-from outrider.models.memory import skeleton
 from outrider.models.registry import ModelSpec
 from outrider.native.model_config import ModelConfig
 from outrider.native.plan import NotPlanned, Plan, weight_names
@@ -53,12 +52,8 @@ def planned_weights(
     file: GgufFile, model: StatedModel, config: ModelConfig, plan: Plan, name: str, num_digits: int
 ) -> StoredWeights:
     """Weights of a plan, those of large matrices in the file's blocks or 16 bits where they can stay so. They remain in
-    the file until they are read. Raises NotPlanned, UnsupportedModel, ModelCorrupt.
-
-    Args:
-        config: that of ``model``.
-        num_digits: of the integers to which rows are rounded before products (``BlockForm``).
-    """
+    the file until they are read; for ``num_digits`` see ``BlockForm``. Raises NotPlanned, UnsupportedModel,
+    ModelCorrupt."""
     names = weight_names(plan)
     found = _sources(file, model, names, config, name)
     if missing := sorted(names - found.keys()):
@@ -70,24 +65,9 @@ def planned_weights(
 def skeleton_weights(
     file: GgufFile, bare: nn.Module, large: Mapping[str, ExpertLayout | None], name: str, num_digits: int = 0
 ) -> StoredWeights:
-    """Weights of a model of Transformers, as ``planned_weights`` has them.
-
-    Args:
-        bare: skeleton of the model.
-        large: matrices that may stay; experts have layouts.
-    """
+    """Weights of a model of Transformers, by its skeleton, as ``planned_weights`` has them; large matrices may stay."""
     found = _sources_of(file, bare, name)
     return _stored(found, {weight: layout for weight, layout in large.items() if weight in found}, name, num_digits)
-
-
-def widened_weights(file: GgufFile, config: Any, name: str, dtype: torch.dtype) -> dict[str, Tensor]:
-    """All weights of a checkpoint, widened; names are those in the model of Transformers."""
-    from transformers.utils.logging import tqdm  # whose bars can be switched off
-
-    with torch.device("meta"):
-        bare = skeleton(config, dtype)
-    found = tqdm(_sources_of(file, bare, name).items(), desc="Reading tensors")
-    return {weight: source.numbers().to(dtype) for weight, source in found}
 
 
 def _stored(
@@ -178,16 +158,9 @@ class Source:
         return ordered if self.change is None else self.change(ordered).contiguous()
 
     def stored(
-        self,
-        num_digits: int,
-        empty: Callable[[Sequence[int], torch.dtype], Tensor],
-        layout: ExpertLayout | None = None,
+        self, num_digits: int, empty: Callable[[Sequence[int], torch.dtype], Tensor], layout: ExpertLayout | None = None
     ) -> tuple[NarrowWeight, list[RowCopy]]:
-        """The parameter as it is stored, if it stays, in memory that ``empty`` makes, and the copies that fill this.
-
-        Args:
-            num_digits: see ``BlockForm``.
-        """
+        """The parameter as it is stored, if it stays, in memory that ``empty`` makes, and the copies that fill this."""
         kind = self.tensors[0].kind
         parts = [torch.from_numpy(one.raw()).view(_HALVES.get(kind, torch.uint8)) for one in self.tensors]
         form, columns = None, None
@@ -210,12 +183,8 @@ class Source:
 
 
 def _sources(file: GgufFile, model: StatedModel, names: Set[str], config: Any, name: str) -> dict[str, Source]:
-    """Sources of weights by name. Raises UnsupportedModel for a tensor without a place in the model, ModelCorrupt for
-    one that is shorter or longer than the metadata state.
-
-    Args:
-        names: of all weights that the model has.
-    """
+    """Sources of the weights with these names, all that the model has. Raises UnsupportedModel for a tensor without a
+    place among them, ModelCorrupt for one that is shorter or longer than the metadata state."""
     parts: dict[str, list[str]] = {}
     changes: dict[str, Callable[[Tensor], Tensor]] = {}
     for tensor in file.tensors:

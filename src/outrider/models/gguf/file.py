@@ -23,6 +23,8 @@ from torch import Tensor
 
 from outrider.errors import ModelCorrupt, ModelNotFound
 from outrider.kernels.blocks import BLOCK_FORMS
+from outrider.kernels.library import library, widen_rows
+from outrider.kernels.row_copies import RowCopy, copy_rows
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
@@ -68,6 +70,14 @@ class StoredTensor(NamedTuple):
         return np.memmap(self.file, np.uint8, "c", self.begin, self.stored_shape)
 
     def numbers(self) -> Tensor:
+        if (
+            self.kind in BLOCK_FORMS and library() is not None
+        ):  # without the package gguf, which takes a while to import
+            form, rows = BLOCK_FORMS[self.kind], torch.from_numpy(self.raw()).flatten(0, -2)
+            interleaved, num_threads = torch.empty_like(rows), 1  # others copy large matrices meanwhile
+            copy_rows([RowCopy(rows, form.number, interleaved)], num_threads)
+            places, width = torch.arange(len(rows)), self.shape[-1]
+            return widen_rows(interleaved, places, form.number, width, num_threads).view(self.shape)
         return torch.from_numpy(np.array(_numbers(self.raw(), self.kind), np.float32).reshape(self.shape))
 
 

@@ -32,14 +32,8 @@ from outrider.runtime.vocabulary import UNKNOWN
 
 
 class CentroidHead(nn.Module):
-    """An LM head that gives logits to the tokens of some groups only, those of the highest centroids; others are
-    unknown.
-
-    Args:
-        weight: the embedding. [V, H]
-        num_groups: of equal size.
-        num_chosen: groups whose tokens have logits.
-    """
+    """An LM head over the embedding [V, H] that gives logits to the tokens of some groups of equal size only, those of
+    the ``num_chosen`` highest centroids; others are unknown."""
 
     def __init__(self, weight: Tensor, num_groups: int, num_chosen: int) -> None:
         super().__init__()
@@ -62,12 +56,8 @@ class AssistantHead(Head):
     """See the module. Names are those of its checkpoint, but for the LM head."""
 
     def __init__(self, config: Any, of_layers: Any, shared: Mapping[str, int], target: LM) -> None:
-        """
-        Args:
-            config: the assistant's.
-            of_layers: configuration of its decoder.
-            shared: the target's layer whose keys and values are read, by the type of a layer.
-        """
+        """Take the configurations of the assistant and of its decoder, and for each type of a layer the target's layer
+        whose keys and values it reads."""
         super().__init__()
         model = target.model
         decoder_of_target = model.get_decoder()

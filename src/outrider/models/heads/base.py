@@ -91,11 +91,8 @@ class Head(nn.Module, ABC):
 
 
 class HeadForward:
-    """A head that runs in its own code. Attributes as of ``Forward``.
-
-    The last layer of its cache holds the states of the target's tokens by place, if it keeps any, so that they are
-    shared, moved and rolled back like keys.
-    """
+    """A head that runs in its own code. Attributes as of ``Forward``. The last layer of its cache holds the states of
+    the target's tokens by place, if it keeps any, so that they are shared, moved and rolled back like keys."""
 
     num_shares, is_stepped, is_batch_invariant = 1, False, False
 
@@ -235,12 +232,7 @@ def set_vocabulary(head: Head, tensors: Mapping[str, Tensor], target: LM) -> Non
 
 def complete(head: Any, tensors: Mapping[str, Tensor], offsets: Tensor | None, name: str, target: LM) -> None:
     """Give a head its weights and its tokens, and check that it is for this target. Logits of tokens that the target
-    does not have are dropped. Raises ModelCorrupt.
-
-    Args:
-        head: reads hidden states through ``fc``.
-        tensors, offsets: from ``own_tensors``.
-    """
+    does not have are dropped; ``tensors`` and ``offsets`` are those of ``own_tensors``. Raises ModelCorrupt."""
     num_layers, width = len(target.model.get_decoder().layers), len(head.features) * embedding_of(target).shape[1]
     if head.fc.in_features != width:
         raise ModelCorrupt(
@@ -280,15 +272,8 @@ def complete(head: Any, tensors: Mapping[str, Tensor], offsets: Tensor | None, n
 
 
 def fill(head: Head, tensors: Mapping[str, Tensor], name: str, target: LM, *, shared: Sequence[str]) -> None:
-    """Give a head its weights, in the type and on the device of its target.
-
-    Args:
-        tensors: all that belong to it.
-        shared: beginnings of the names of the target's modules in it.
-
-    Raises:
-        ModelCorrupt: a weight is missing or left over; of another shape: RuntimeError.
-    """
+    """Give a head its weights, in the type and on the device of its target, some of whose modules it shares, by
+    beginnings of names. Raises ModelCorrupt: a weight is missing or left over; of another shape: RuntimeError."""
     placed = {
         key: value.to(target.device, target.dtype if value.is_floating_point() else value.dtype)
         for key, value in tensors.items()

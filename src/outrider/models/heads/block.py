@@ -47,27 +47,16 @@ _PROMISES = {"selector_rank": "candidate_selector.", "conv_kernel_size": "layers
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """The places that the slots of a block see in a layer.
-
-    Attributes:
-        is_causal: a slot sees no later slot.
-        window: tokens that a slot sees, itself included; None for all.
-        before_anchor: tokens of the context that all slots see instead; None for all.
-    """
+    """The places that the slots of a block see in a layer: if it is causal, no later slots; of a window, as many
+    tokens, the slot included; or all slots see so many tokens of the context (``before_anchor``)."""
 
     is_causal: bool
     window: int | None = None
     before_anchor: int | None = None
 
     def mask(self, positions: Tensor, view_len: int, dtype: torch.dtype) -> Tensor:
-        """Additive mask of a block: 0 for visible keys, the lowest number for others.
-
-        Args:
-            positions: of its slots. [B, T]
-
-        Returns:
-            [B, 1, T, view_len]
-        """
+        """Additive mask of a block with slots at these positions: 0 for visible keys, the lowest number for others.
+        [B, T] -> [B, 1, T, view_len]"""
         places = torch.arange(view_len, device=positions.device)
         slots = positions[..., None]
         is_hidden = places > (slots if self.is_causal else slots[:, -1:])  # [B, T or 1, view_len]
@@ -82,12 +71,7 @@ class Reach:
 
 class CandidateSelector(nn.Module):
     """Keeps the most probable tokens of a slot, with a score for each pair of the token before and a candidate, which
-    depends on the output of the slot.
-
-    Args:
-        size: H, of the outputs of slots.
-        num_candidates: tokens that it keeps.
-    """
+    depends on the output of the slot, of the size H."""
 
     def __init__(self, tensors: Mapping[str, Tensor], size: int, num_candidates: int) -> None:
         super().__init__()
@@ -98,12 +82,7 @@ class CandidateSelector(nn.Module):
         self.num_candidates = num_candidates
 
     def forward(self, logits: Tensor, output: Tensor, ids: Tensor) -> Tensor:
-        """Correct the logits of a slot: [B, D] -> [B, D]
-
-        Args:
-            output: of the slot. [B, H]
-            ids: the token before. [B]
-        """
+        """Correct the logits of a slot by its output [B, H] and the token before [B]. [B, D] -> [B, D]"""
         values, candidates = logits.topk(min(self.num_candidates, logits.shape[1]), dim=-1)  # [B, C]
         context = functional.embedding(ids, self.predecessor_codebook) * self.hidden_projection(output)  # [B, R]
         successors = functional.embedding(candidates, self.successor_codebook)  # [B, C, R]
@@ -195,13 +174,8 @@ class BlockHead(Head):
         return fused
 
     def keep(self, states: Tensor, positions: Tensor, cache: Any) -> None:
-        """Write the context of tokens: their keys and values in each layer.
-
-        Args:
-            states: of ``fuse``. [B, T, H]
-            positions: [B, T]
-            cache: set up for these positions.
-        """
+        """Write the context of tokens, keys and values in each layer, of their states (``fuse``) into a cache that is
+        set up for their positions. [B, T, H], [B, T]"""
         cos, sin = rotation(self.rotary_emb, states, positions.clamp_min(0))
         modules: Any = self.layers
         for layer, store in zip(modules, cache.layers, strict=True):
@@ -212,17 +186,8 @@ class BlockHead(Head):
             store.update(_rotate(keys, cos[:, None], sin[:, None]), values)
 
     def forward(self, input_ids: Tensor, positions: Tensor, view_len: int, cache: Any) -> Tensor:
-        """Feed blocks.
-
-        Args:
-            input_ids: [B, T]
-            positions: -1 in rows that are not fed. [B, T]
-            view_len: places of the cache that are seen at most.
-            cache: the cache of its layers, set up for these positions.
-
-        Returns:
-            Outputs of the slots. [B, T, H]
-        """
+        """Feed blocks, and return the outputs of their slots. Positions, for which the cache is set up, are -1 in rows
+        that are not fed. [B, T], [B, T] -> [B, T, H]"""
         weight = self.embed_tokens.weight  # as it is: some embeddings scale their output
         hidden = functional.embedding(input_ids.to(weight.device), weight).to(self.norm.weight) * self.scale
         masks = {reach: reach.mask(positions, view_len, hidden.dtype) for reach in set(self.reaches)}

@@ -50,13 +50,8 @@ class Eagle3Head(Head):
     """An EAGLE-3 head: a decoder layer (or more) over hidden states of three layers of the target.
 
     The first layer attends to the embedding and the state side by side. Often the vocabulary is reduced. EAGLE-3.1 adds
-    norms of each hidden state (``fc_norm``) and feeds back normed states (``norm_output``).
-
-    Args:
-        config: of its layers.
-        stated: its config.json.
-        tensors: its weights, named as in the speculators layout; they decide what there is.
-    """
+    norms of each hidden state (``fc_norm``) and feeds back normed states (``norm_output``). Its weights, named as in
+    the speculators layout, decide what there is."""
 
     def __init__(self, config: Any, stated: Mapping[str, Any], tensors: Mapping[str, Tensor], target: LM) -> None:
         super().__init__()
@@ -140,17 +135,8 @@ class Eagle3Head(Head):
 
 
 def load_eagle3(stored: Mapping[str, Tensor], stated: Mapping[str, Any], name: str, target: LM) -> Eagle3Head:
-    """Load an EAGLE-3 head for a target.
-
-    Args:
-        stored: all tensors of its checkpoint.
-        stated: its config.json.
-        name: for messages.
-
-    Raises:
-        ModelCorrupt: its weights do not fit its configuration or the target.
-        UnsupportedModel
-    """
+    """Load an EAGLE-3 head for a target from all tensors of its checkpoint, and its config.json. Raises ModelCorrupt:
+    its weights do not fit its configuration or the target; UnsupportedModel."""
     from transformers import CONFIG_MAPPING
 
     tensors, offsets = own_tensors(stored, target)
@@ -181,11 +167,7 @@ class MtpHead(Head):
 
     A decoder layer of the target's own kind over the embedding of a token and the target's last hidden state (after its
     final norm). Embedding, final norm of the target and LM head are the target's. A drafted token is fed with the
-    layer's own output (after its norm).
-
-    Attributes:
-        index: the target's decoder layer whose kind it shares.
-    """
+    layer's own output (after its norm). ``index`` is that of the target's decoder layer whose kind it shares."""
 
     index: int
     norm_output = True
@@ -264,15 +246,8 @@ def mtp_prefix(found: Iterable[str], target: LM) -> str:
 
 
 def load_mtp(stored: Mapping[str, Tensor], prefix: str, name: str, target: LM) -> MtpHead:
-    """Load the first MTP layer of a target's checkpoint.
-
-    Args:
-        stored: its tensors, whose names begin with ``prefix``.
-        name: for messages.
-
-    Raises:
-        ModelCorrupt: it is incomplete, or of another kind.
-    """
+    """Load the first MTP layer of a target's checkpoint from its tensors, whose names begin with ``prefix``. Raises
+    ModelCorrupt: it is incomplete, or of another kind."""
     tensors = {}
     for key, value in stored.items():
         key = key.removeprefix(prefix)

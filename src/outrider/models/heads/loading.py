@@ -59,13 +59,9 @@ def is_head(spec: ModelSpec) -> bool:
 
 
 def load_head(spec: ModelSpec, target: LM, *, allow_pickle: bool = False) -> LM:
-    """Load a head for a target, in the target's type and on its device.
-
-    Raises:
-        UnsupportedModel: a head of another kind, this target has none, or the weights are pickled.
-        ModelCorrupt: it does not fit the target, or is incomplete.
-        ModelNotFound
-    """
+    """Load a head for a target, in the target's type and on its device. Raises UnsupportedModel: a head of another
+    kind, this target has none, or the weights are pickled; ModelCorrupt: it does not fit the target, or is incomplete;
+    ModelNotFound."""
     check_target(target)
     stated: dict[str, Any] = {}
     with building(f"no head can be built of {spec.name}"):
@@ -98,11 +94,8 @@ def load_head(spec: ModelSpec, target: LM, *, allow_pickle: bool = False) -> LM:
 
 
 def check_runs(name: str, tensors: Iterable[str], thing: str | None) -> None:
-    """Refuse heads of kinds that are not run here. Raises UnsupportedModel.
-
-    Args:
-        thing: as ``head_named`` has it.
-    """
+    """Refuse heads of kinds that are not run here, by their tensors or their name (``head_named``). Raises
+    UnsupportedModel."""
     found = next((one for part, one in _NOT_RUN.items() if any(key.startswith(part) for key in tensors)), None)
     if found is None and any(kind in (thing or "") for kind in ("DSpark", "LiLiCorr", "P-EAGLE")):
         found = thing
@@ -113,11 +106,7 @@ def check_runs(name: str, tensors: Iterable[str], thing: str | None) -> None:
 
 def without_fp8(tensors: Mapping[str, Tensor], stated: Mapping[str, Any]) -> dict[str, Tensor]:
     """Tensors of a checkpoint, those of eight bits widened to float32: times a scale for each block of a matrix, as
-    Transformers' ``FineGrainedFP8Config`` has them, or for each row or matrix (compressed-tensors).
-
-    Args:
-        stated: its config.json, which has the size of blocks.
-    """
+    Transformers' ``FineGrainedFP8Config`` has them, or for each row or matrix (compressed-tensors)."""
     found = dict(tensors)
     sizes = (stated.get("quantization_config") or {}).get("weight_block_size") or (128, 128)
     for name, scales in tensors.items():
@@ -144,18 +133,13 @@ def digits_beside(target: LM) -> int | None:
 
 
 def load_mtp_of(target: LM, *, allow_pickle: bool = False) -> LM:
-    """Load the MTP layer of a target's checkpoint.
-
-    Raises:
-        UnsupportedModel: it has none.
-        ModelCorrupt, ModelNotFound
-    """
+    """Load the MTP layer of a target's checkpoint. Raises UnsupportedModel: it has none; ModelCorrupt,
+    ModelNotFound."""
     config = target.weights.config
     location = str(getattr(config, "_name_or_path", "") or "")
     if not location:
-        raise UnsupportedModel(
-            f"{target.name} is a model in memory that was not loaded from files: it has no MTP layers"
-        )
+        message = "is a model in memory that was not loaded from files: it has no MTP layers"
+        raise UnsupportedModel(f"{target.name} {message}")
     name, prefix = f"the MTP layer of {target.name}", _MTP_PREFIX
     with building(f"no head can be built of {name}"):
         if is_gguf(Path(location)):
@@ -216,13 +200,8 @@ def read_config(location: str) -> dict[str, Any]:
 
 
 def find_tensors(location: str, *, allow_pickle: bool = False) -> dict[str, str]:
-    """The tensors of a folder or hub repository, and the file of each. Of safetensors only headers are read.
-
-    Raises:
-        ModelNotFound: there are no weights.
-        UnsupportedModel: they are pickled.
-        ModelCorrupt
-    """
+    """The tensors of a folder or hub repository, and the file of each. Of safetensors only headers are read. Raises
+    ModelNotFound: there are no weights; UnsupportedModel: they are pickled; ModelCorrupt."""
     from safetensors import safe_open
 
     if (whole := _file(location, WHOLE)) is not None:
@@ -239,11 +218,8 @@ def find_tensors(location: str, *, allow_pickle: bool = False) -> dict[str, str]
 
 
 def read_tensors(location: str, files: Mapping[str, str], prefix: str = "") -> dict[str, Tensor]:
-    """Read the tensors whose names begin with ``prefix``, from their files alone. Raises ModelCorrupt.
-
-    Args:
-        files: from ``find_tensors``.
-    """
+    """Read the tensors whose names begin with ``prefix``, from their files alone (see ``find_tensors``). Raises
+    ModelCorrupt."""
     from safetensors import safe_open
 
     found: dict[str, Tensor] = {}
