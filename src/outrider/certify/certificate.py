@@ -18,28 +18,14 @@ NEGLIGIBLE_TV = 0.005  # total variation: smaller deviations need not be detecta
 
 @dataclass(frozen=True, slots=True)
 class Dependence:
-    """Test of dependence between pairs of tokens of one kind.
+    """Test of dependence between pairs of tokens of one kind. ``detectable`` is the smallest share of tokens drawn with
+    their partner's random number that is detected with probability 0.99; None if even full reuse would be missed."""
 
-    Attributes:
-        test: name of the test that these pairs belong to.
-        pairs: the kind.
-        z: z-score of the summed products of their ranks.
-        detectable: smallest share of tokens drawn with their partner's random number that is detected with
-            probability 0.99; None if even full reuse would be missed.
-    """
-
-    test: str
-    pairs: str
+    test: str  # that these pairs belong to
+    pairs: str  # the kind
     num_pairs: int
-    z: float
+    z: float  # of the summed products of their ranks
     detectable: float | None
-
-
-REUSE = {  # test of dependence -> where it detects reused random numbers
-    "rank-by-distance": "within a sequence, a few places on",
-    "rank-by-round-before": "in the next round",
-    "rank-by-sequence": "in another sequence",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,34 +33,27 @@ class StatisticalReport:
     """Results of the statistical layer.
 
     Attributes:
-        num_forbidden: tokens with p = 0; a single one raises an alarm.
-        num_at_edge: tokens at the edge of a filter, where rounding decides; not tested.
-        alpha: mean of sum min(p, q) over the tokens.
-        detectable: smallest total variation that the score test detects with probability 0.99.
-        wanted: requested limit of detection, if any.
         num_tokens_needed: tokens that would make ``wanted`` (by default: the draft's distribution) detectable; None if
             it is already, or if no number suffices.
         estimate, estimate_std: deviation towards the draft in total variation, estimated from the score, and its
             standard error; None if no token distinguishes the two.
         surprise_excess: mean of -log p less the entropy, in nats (both clipped as in outrider.certify.observed).
-        dependence: tests for shared random numbers, by kind of pairs.
-        places: number of tokens and z of the score for each place in a round; empty if rounds are unknown.
     """
 
     num_tokens: int
     num_texts: int
-    num_forbidden: int
-    num_at_edge: int
-    alpha: float
-    detectable: float | None
-    wanted: float | None
+    num_forbidden: int  # tokens with p = 0; a single one raises an alarm
+    num_at_edge: int  # tokens at the edge of a filter, where rounding decides; not tested
+    alpha: float  # mean of sum min(p, q) over the tokens
+    detectable: float | None  # smallest total variation that the score test detects with probability 0.99
+    wanted: float | None  # the requested one, if any
     num_tokens_needed: int | None
     estimate: float | None
     estimate_std: float | None
     surprise_excess: float
     tests: Sequence[Finding]
     dependence: Sequence[Dependence]
-    places: Sequence[tuple[int, float]]
+    places: Sequence[tuple[int, float]]  # number of tokens and z of the score for each place; empty without rounds
 
     @property
     def is_alarm(self) -> bool:
@@ -89,33 +68,30 @@ class StatisticalReport:
     def reuse_limits(self) -> Iterator[tuple[str, float]]:
         """Yield each place of reuse with the smallest share of tokens that is detected for every kind of pairs. Skips
         tests without pairs, and tests with an undetectable kind."""
-        for test, where in REUSE.items():
+        for test, where in (
+            ("rank-by-distance", "within a sequence, a few places on"),
+            ("rank-by-round-before", "in the next round"),
+            ("rank-by-sequence", "in another sequence"),
+        ):
             shares = [kind.detectable for kind in self.dependence if kind.test == test and kind.num_pairs]
-            known = [share for share in shares if share is not None]
-            if known and len(known) == len(shares):
+            if shares and (known := [share for share in shares if share is not None]) == shares:
                 yield where, max(known)
 
 
 @dataclass(frozen=True, slots=True)
 class ControlReport:
-    """Result of a control: a deliberate mistake in the loop.
-
-    Attributes:
-        name, about: of the control.
-        excuse: why it is ineffective here: it was not run, or its output is too close to the correct one.
-        num_tokens: tokens tested until it was detected, or all.
-        by, p: test with the smallest p, and that p.
-        num_tokens_needed: approximate number that would detect or excuse it, if these did not.
-    """
+    """Result of a control: a deliberate mistake in the loop."""
 
     name: str
     about: str
-    excuse: str | None = None
+    excuse: str | None = (
+        None  # if it is ineffective here: it was not run, or its output is too close to the correct one
+    )
     is_caught: bool = False
-    num_tokens: int = 0
-    by: str | None = None
+    num_tokens: int = 0  # tested until it was detected, or all
+    by: str | None = None  # test with the smallest p
     p: float | None = None
-    num_tokens_needed: int | None = None
+    num_tokens_needed: int | None = None  # about how many would detect or excuse it, if these did not
 
     @property
     def is_ok(self) -> bool:
@@ -124,29 +100,22 @@ class ControlReport:
 
 @dataclass(frozen=True, slots=True)
 class Certificate:
-    """All findings, of a pair or about samples of another system.
+    """All findings, of a pair or about samples of another system."""
 
-    Attributes:
-        exact: None for samples.
-        statistical: None at temperature 0, where decoding is deterministic.
-        controls: none for samples.
-        num_repeats: samples equal to an earlier one of the same prompt.
-    """
-
-    exact: ExactReport | None
-    statistical: StatisticalReport | None
+    exact: ExactReport | None  # None for samples
+    statistical: StatisticalReport | None  # None at temperature 0, where decoding is deterministic
     controls: Sequence[ControlReport]
     greedy: Sequence[GreedyReport]
-    num_repeats: int = 0
+    num_repeats: int = 0  # samples equal to an earlier one of the same prompt
 
     @property
     def verdict(self) -> Literal["passed", "failed", "inconclusive"]:
         """``failed`` on any deviation, ``inconclusive`` if a mistake might have gone undetected."""
-        is_alarm = self.statistical is not None and self.statistical.is_alarm
-        is_exact = self.exact is None or self.exact.is_ok
-        if is_alarm or not is_exact or not all(one.is_ok for one in self.greedy):
+        statistical = self.statistical
+        is_alarm = statistical is not None and statistical.is_alarm
+        if is_alarm or not (self.exact is None or self.exact.is_ok) or not all(one.is_ok for one in self.greedy):
             return "failed"
-        is_enough = self.statistical is None or self.statistical.is_enough
+        is_enough = statistical is None or statistical.is_enough
         is_sensitive = is_enough and all(one.is_ok for one in self.controls)
         return "passed" if is_sensitive and not self.is_idle else "inconclusive"
 

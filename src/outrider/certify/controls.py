@@ -27,23 +27,20 @@ from outrider.sampling.rules import BLOCK, REJECTION, Rule, prob_at
 _ALWAYS = -1.0  # a uniform number that accepts any token
 
 
-def _all_or_nothing(target_probs: Tensor, draft: Draft, noise: RoundUniforms) -> Verdict:
+def _verify_by(accept: Callable[[Tensor, Draft, RoundUniforms], Tensor]) -> Callable[..., Verdict]:
+    """Verify with other accept numbers. [B, K]"""
+
+    def verify(target_probs: Tensor, draft: Draft, noise: RoundUniforms) -> Verdict:
+        numbers = accept(target_probs, draft, noise).expand_as(noise.accept)
+        return REJECTION.verify(target_probs, draft, RoundUniforms.of(noise.draft, numbers, noise.next))
+
+    return verify
+
+
+def _all_or_nothing(target_probs: Tensor, draft: Draft, noise: RoundUniforms) -> Tensor:
     """Accept all K unless the first is rejected."""
     is_first_kept = REJECTION.verify(target_probs, draft, noise).num_accepted[:, None] > 0
-    accept = torch.where(is_first_kept, _ALWAYS, noise.accept)
-    return REJECTION.verify(target_probs, draft, RoundUniforms.of(noise.draft, accept, noise.next))
-
-
-def _accept_all(target_probs: Tensor, draft: Draft, noise: RoundUniforms) -> Verdict:
-    """Accept every drafted token, and add a bonus."""
-    accept = torch.full_like(noise.accept, _ALWAYS)
-    return REJECTION.verify(target_probs, draft, RoundUniforms.of(noise.draft, accept, noise.next))
-
-
-def _reseed(target_probs: Tensor, draft: Draft, noise: RoundUniforms) -> Verdict:
-    """Reseed inside the acceptance loop: all accept decisions, and the draw, use the same number."""
-    accept = noise.next[:, None].expand_as(noise.accept)
-    return REJECTION.verify(target_probs, draft, RoundUniforms.of(noise.draft, accept, noise.next))
+    return torch.where(is_first_kept, _ALWAYS, noise.accept)
 
 
 def _replace_last(target_probs: Tensor, draft: Draft, noise: RoundUniforms) -> Verdict:
@@ -51,11 +48,6 @@ def _replace_last(target_probs: Tensor, draft: Draft, noise: RoundUniforms) -> V
     verdict = REJECTION.verify(target_probs, draft, noise)
     is_full = (verdict.num_accepted == draft.num_drafted) & (draft.num_drafted > 0)
     return dataclasses.replace(verdict, num_accepted=verdict.num_accepted - is_full.long())
-
-
-def _draw_argmax(draft_rows: Probs, uniform: Tensor) -> Tensor:
-    """Draft the argmax, but report the softmax as q."""
-    return full(draft_rows).argmax(dim=-1)
 
 
 def _draw_filtered(draft_rows: Probs, uniform: Tensor) -> Tensor:
@@ -68,8 +60,7 @@ def _draw_filtered(draft_rows: Probs, uniform: Tensor) -> Tensor:
 def _make_position_noise(seeds: Tensor, round_starts: Tensor, k: int, vocab_size: int) -> RoundUniforms:
     """Key the noise by seed and position alone, so that the next round reuses the numbers of rejected tokens."""
     by_offset = [round_uniforms(seeds, round_starts + offset, 1) for offset in range(max(k, 1))]
-    draft = torch.cat([uniforms.draft for uniforms in by_offset], dim=1)
-    accept = torch.cat([uniforms.accept for uniforms in by_offset], dim=1)
+    draft, accept = (torch.cat([getattr(one, name) for one in by_offset], dim=1) for name in ("draft", "accept"))
     return RoundUniforms.of(draft[:, :k], accept[:, :k], by_offset[0].next)
 
 
@@ -131,7 +122,7 @@ class OffByOneRollback:
         return results
 
 
-def _forget_rollback(target: LM) -> LM:
+def _keep_rejected(target: LM) -> LM:
     wrong = copy.copy(target)
     wrong.execution = cast(Execution, OffByOneRollback(target.execution))
     return wrong
@@ -145,11 +136,12 @@ def _noise_of(noise: Callable[[RoundUniforms], Any]) -> Callable[[Tensor, Tensor
     return lambda seeds, starts, k, _: noise(round_uniforms(seeds, starts, k))
 
 
-ALL_OR_NOTHING = _wrong("all-or-nothing", verify=_all_or_nothing)
-ACCEPT_ALL = _wrong("accept-all", verify=_accept_all)
-RESEEDED = _wrong("reseeded", verify=_reseed)
+ALL_OR_NOTHING = _wrong("all-or-nothing", verify=_verify_by(_all_or_nothing))
+ACCEPT_ALL = _wrong("accept-all", verify=_verify_by(lambda p, draft, noise: torch.full_like(noise.accept, _ALWAYS)))
+# Reseeding inside the acceptance loop: all accept decisions, and the draw, use the same number.
+RESEEDED = _wrong("reseeded", verify=_verify_by(lambda p, draft, noise: noise.next[:, None]))
 REPLACE_LAST = _wrong("replace-last", verify=_replace_last)
-ARGMAX_DRAFTS = _wrong("argmax-drafts", draw=_draw_argmax)
+ARGMAX_DRAFTS = _wrong("argmax-drafts", draw=lambda rows, uniform: full(rows).argmax(dim=-1))  # q is the softmax
 FILTERED_DRAFTS = _wrong("filtered-drafts", draw=_draw_filtered)
 BLOCK_BY_POSITION = dataclasses.replace(BLOCK, name="block-by-position", make_noise=_make_position_noise)
 REUSED = _wrong("reused", make_noise=_noise_of(_reused))
@@ -162,30 +154,20 @@ WRONG_RULES = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Control:
-    """A deliberate mistake, injected into the real loop.
-
-    Attributes:
-        about: short description for tables.
-        wrap_target, wrap_drafter: inject the mistake.
-        needs_probs, needs_cache: ineffective if q is one-hot, or in a model without a KV cache.
-        is_wrong_greedily: also effective at temperature 0.
-        least_k, least_rows: ineffective for a smaller K, or batch.
-        keeps_seeds: each slot keeps the seed of its first sequence.
-        most_rows: largest batch to run.
-    """
+    """A deliberate mistake, injected into the real loop."""
 
     name: str
-    about: str
+    about: str  # short description for tables
     rule: Rule = REJECTION
     wrap_target: Callable[[LM], LM] = lambda target: target
     wrap_drafter: Callable[[Drafter], Drafter] = lambda drafter: drafter
-    needs_probs: bool = False
-    needs_cache: bool = False
-    is_wrong_greedily: bool = False
-    least_k: int = 1
-    least_rows: int = 1
-    keeps_seeds: bool = False
-    most_rows: int | None = None
+    needs_probs: bool = False  # ineffective if q is one-hot
+    needs_cache: bool = False  # ineffective in a model without a KV cache
+    is_wrong_greedily: bool = False  # also effective at temperature 0
+    least_k: int = 1  # ineffective for a smaller K
+    least_rows: int = 1  # ineffective for a smaller batch
+    keeps_seeds: bool = False  # each slot keeps the seed of its first sequence
+    most_rows: int | None = None  # largest batch to run
 
 
 CONTROLS = (
@@ -199,12 +181,7 @@ CONTROLS = (
     Control("argmax-drafts", "argmax drafts, softmax q", ARGMAX_DRAFTS, needs_probs=True),
     Control("filtered-drafts", "top-2 drafts, unfiltered q", FILTERED_DRAFTS, needs_probs=True),
     Control(
-        "rollback",
-        "cache keeps a rejected token",
-        REJECTION,
-        _forget_rollback,
-        needs_cache=True,
-        is_wrong_greedily=True,
+        "rollback", "cache keeps a rejected token", REJECTION, _keep_rejected, needs_cache=True, is_wrong_greedily=True
     ),
     Control("reused", "random numbers reused in the next round", REUSED),
     Control("neighbour", "random numbers of the slot above", NEIGHBOUR, least_rows=2),

@@ -30,39 +30,34 @@ from outrider.certify.observed import ObservedTokens
 from outrider.options import DEFAULT_NUM_DRAFT_TOKENS
 
 _MAX_PROMPT_ACCOUNTS = 16
-_NUM_POSITIONS = 12  # 0, 1-2, 3-6, 7-14 ... share an account
-_PAIRS_PER_TOKEN = 0.5  # approximate, of the rarer kinds
 _MOST_DISTANCE = 2 * DEFAULT_NUM_DRAFT_TOKENS + 2  # between two tokens of a sequence, if K is unknown
 
 
 # Tests by stakes, whose names tell the statistic and the kinds of tokens, each with an account of its own.
-_WHOLE = ("score", "likelihood", "rank")  # all tokens are alike
-_OF_ROUNDS = ("score-by-place", "likelihood-by-place", "rank-by-place", "score-by-round-before")
-_ALWAYS = ("score-by-position", "score-by-prompt")
+_WHOLE = "score", "likelihood", "rank"  # all tokens are alike
+_OF_ROUNDS = "score-by-place", "likelihood-by-place", "rank-by-place", "score-by-round-before"
+_ALWAYS = "score-by-position", "score-by-prompt"
+_BY_STAKES = {False: _WHOLE + _ALWAYS, True: _WHOLE + _OF_ROUNDS + _ALWAYS}  # whether rounds are known
 
 
 def _kinds_of(observed: ObservedTokens, kinds: str) -> evidence.Integers:
     """Kind of each token, by the end of a test's name. [n]"""
-    places, found = observed["places"], np.zeros(len(observed), np.int64)
-    if kinds == "place":
-        found = places
-    elif kinds == "round-before":  # tokens accepted in the previous round; -1 in a first round
-        last = np.arange(len(observed)) - places - 1  # of the previous round
-        found = np.where((observed["rounds"] > 0) & (last >= 0), places[last], -1)
-    elif kinds == "position":
-        found = np.minimum(np.log2(observed["positions"] + 1).astype(np.int64), _NUM_POSITIONS)
-    elif kinds == "prompt":
-        found = observed["prompts"] % _MAX_PROMPT_ACCOUNTS
-    return found
-
-
-def _tests_by_stakes(has_rounds: bool) -> tuple[str, ...]:
-    return (*_WHOLE, *(_OF_ROUNDS if has_rounds else ()), *_ALWAYS)
+    places = observed["places"]
+    last = np.arange(len(observed)) - places - 1  # of the previous round
+    found: dict[str, evidence.Integers] = {
+        "": np.zeros(len(observed), np.int64),
+        "place": places,
+        # Tokens accepted in the previous round; -1 in a first round.
+        "round-before": np.where((observed["rounds"] > 0) & (last >= 0), places[last], -1),
+        "position": np.minimum(np.log2(observed["positions"] + 1).astype(np.int64), 12),  # 0, 1-2, 3-6, 7-14 ...
+        "prompt": observed["prompts"] % _MAX_PROMPT_ACCOUNTS,
+    }
+    return found[kinds]
 
 
 def num_tests(*, has_rounds: bool) -> int:
     """Number of tests: by stakes, two of the PIT, and those of pairs."""
-    return len(_tests_by_stakes(has_rounds)) + 2 + (3 if has_rounds else 2)
+    return len(_BY_STAKES[has_rounds]) + 2 + (3 if has_rounds else 2)
 
 
 Pairs = NDArray[np.int64]
@@ -71,19 +66,12 @@ Pairs = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Design:
-    """Choices made before the tested tokens were drawn.
+    """Choices made before the tested tokens were drawn."""
 
-    Attributes:
-        level: of each single test: the strictest threshold of Holm's procedure.
-        bets: for each test by stakes, a bet on each kind of token.
-        product: the bet on the product of two tokens' ranks.
-        num_distances: largest distance of two tokens of a sequence that are compared.
-    """
-
-    level: float
-    bets: Mapping[str, Mapping[int, evidence.Bet]]
-    product: evidence.Bet
-    num_distances: int
+    level: float  # of each single test: the strictest threshold of Holm's procedure
+    bets: Mapping[str, Mapping[int, evidence.Bet]]  # for each test by stakes, on each kind of token
+    product: evidence.Bet  # on the product of two tokens' ranks
+    num_distances: int  # largest distance of two tokens of a sequence that are compared
     has_rounds: bool
 
     @classmethod
@@ -97,16 +85,11 @@ class Design:
         num_distances: int = _MOST_DISTANCE,
         has_rounds: bool = True,
     ) -> Design:
-        """Choose stakes from the tokens of the pilot.
-
-        Args:
-            num_tokens: to be tested, or an estimate if the data determine it.
-            level: of all tests together.
-            has_rounds: whether each token's place in its round is known.
-        """
+        """Choose stakes from the tokens of the pilot, for this number of tokens to be tested (an estimate if the data
+        determine it) and this level of all tests together."""
         single = level / num_tests(has_rounds=has_rounds)
         bets = {}
-        for name in _tests_by_stakes(has_rounds):
+        for name in _BY_STAKES[has_rounds]:
             statistic, _, kinds = name.partition("-by-")
             if name == "score-by-prompt":  # the pilot may not contain all of them
                 num_groups = min(num_prompts, _MAX_PROMPT_ACCOUNTS)
@@ -115,11 +98,12 @@ class Design:
                 found, counts = np.unique(_kinds_of(pilot, kinds), return_counts=True)
                 shares = dict(zip(found.tolist(), (counts / len(pilot)).tolist(), strict=True))
             like, each = pilot.statistic(statistic), single / len(shares)  # the other accounts contribute little
-            bet_on = evidence.Bet.for_sample
-            bets[name] = {kind: bet_on(like, num_tokens * share, each) for kind, share in shares.items()}
+            bet = evidence.Bet.for_sample
+            bets[name] = {kind: bet(like, num_tokens * share, each) for kind, share in shares.items()}
         rank = pilot.statistic("rank")
         neighbours = rank.scaled(np.roll(rank.values, 1))
-        product = evidence.Bet.for_sample(neighbours, _PAIRS_PER_TOKEN * num_tokens, single / num_distances)
+        # The rarer kinds have about a pair for every second token.
+        product = evidence.Bet.for_sample(neighbours, num_tokens / 2, single / num_distances)
         return cls(single, bets, product, num_distances, has_rounds)
 
     def tests(self, observed: ObservedTokens, level: float) -> list[evidence.Finding]:
@@ -153,19 +137,13 @@ class Design:
         return evidence.holm(found, level), dependence
 
     def report(self, observed: ObservedTokens, level: float, num_texts: int, wanted: float | None) -> StatisticalReport:
-        """Results of the statistical layer.
-
-        Args:
-            wanted: total variation that must be detectable.
-        """
+        """Results of the statistical layer. ``wanted`` is a total variation that must be detectable."""
         score, drift = observed.statistic("score"), observed.drift
         places = [score[observed["places"] == place] for place in sorted(set(observed["places"].tolist()))]
         estimate, std = evidence.estimate_tv(score, drift) or (None, None)
         least = evidence.detectable(score, drift, self.bets["score"][0], self.level)
-        is_enough = least is not None and (wanted is None or least <= wanted)
-        distance = float(drift.distances.mean())
-        needed = None
-        if not is_enough and distance > 0:
+        distance, needed = float(drift.distances.mean()), None
+        if distance > 0 and (least is None or (wanted is not None and least > wanted)):
             needed = evidence.tokens_needed(score, drift, wanted or distance, self.level)
         tests, dependence = self._run(observed, level)
         return StatisticalReport(
@@ -195,8 +173,8 @@ def pairs_by_test(observed: ObservedTokens, num_distances: int, *, has_rounds: b
     between: dict[str, Pairs] = {}
     pairs = {"rank-by-distance": by_distance}
     if has_rounds:
-        places, rounds, slots, steps = observed["places"], observed["rounds"], observed["slots"], observed["steps"]
-        texts = observed["texts"]
+        names = "texts", "places", "rounds", "slots", "steps"
+        texts, places, rounds, slots, steps = (observed[name] for name in names)
         before = _latest((texts, rounds, places), (texts, rounds - 1, places))
         pairs["rank-by-round-before"] = {"round before": before}
         beside = [_latest((steps, slots, places), (steps, slots + side, places)) for side in (-1, 1)]

@@ -11,7 +11,7 @@ is within a few times that change, the verdict is "numerics"; otherwise it is "b
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Any, Literal
@@ -36,10 +36,7 @@ from outrider.text.tokenizer import Prompt
 
 # Logits this close may change their order by rounding (observed values: docs/how-it-works/same-bytes.md).
 ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.3}
-_LEAST_TOP_P = 1e-9
-_OF_OTHERS = "not promised (another system)"
 REQUIRED = "required"  # of another system, by whoever asks
-_SLACK = 8.0  # only a few block shapes are tried; others may differ more
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,17 +44,14 @@ class Divergence:
     """First difference of two sequences.
 
     Attributes:
-        prompt: index of the prompt, or of the sequence if each has its own.
-        position: index in the output.
-        plain_id, other_id: the tokens there; None after the end of a sequence.
         margin: score of the plain token less that of the other, fed token by token. The score is the log-probability
             before filters, plus the noise, if any; None unless there are two tokens to compare.
         gap: largest total change of the two scores when fed in blocks, or what another system may have; None as above.
     """
 
-    prompt: int
+    prompt: int  # index of the prompt, or of the sequence if each has its own
     position: int
-    plain_id: int | None
+    plain_id: int | None  # None after the end of a sequence
     other_id: int | None
     margin: float | None
     gap: float | None
@@ -66,34 +60,25 @@ class Divergence:
 
 @dataclass(frozen=True, slots=True)
 class GreedyReport:
-    """Token-by-token comparison with plain decoding.
-
-    Attributes:
-        differences: first difference of each pair of sequences that differ.
-        has_noise: both were sampled, by ``gumbel`` with the same seeds.
-        promise: whether the same bytes are promised, in a word (``LM.same_bytes``), or REQUIRED.
-    """
+    """Token-by-token comparison with plain decoding."""
 
     num_texts: int
     num_tokens: int
-    differences: Sequence[Divergence]
-    has_noise: bool
-    promise: str
+    differences: Sequence[Divergence]  # the first of each pair of sequences that differ
+    has_noise: bool  # both were sampled, by ``gumbel`` with the same seeds
+    promise: str  # whether the same bytes are promised, in a word (``LM.same_bytes``), or REQUIRED
 
     @property
     def is_ok(self) -> bool:
         """Whether the texts are the same, or rounding explains each difference where it may make one."""
-        return not self.differences or (
-            self.promise not in (PROMISED, REQUIRED) and all(one.verdict == "numerics" for one in self.differences)
-        )
+        is_excused = self.promise not in (PROMISED, REQUIRED)
+        return not self.differences or (is_excused and all(one.verdict == "numerics" for one in self.differences))
 
 
 def first_difference(plain: Sequence[int], other: Sequence[int]) -> int | None:
     """Index of the first difference; None if equal."""
-    for index, (a, b) in enumerate(zip(plain, other, strict=False)):
-        if a != b:
-            return index
-    return None if len(plain) == len(other) else min(len(plain), len(other))
+    end = None if len(plain) == len(other) else min(len(plain), len(other))
+    return next((index for index, (a, b) in enumerate(zip(plain, other, strict=False)) if a != b), end)
 
 
 def plain_texts(target: LM, rule: Rule, requests: Sequence[Request], num_slots: int) -> list[list[int]]:
@@ -105,55 +90,45 @@ def plain_texts(target: LM, rule: Rule, requests: Sequence[Request], num_slots: 
     return texts
 
 
+Texts = Sequence[Sequence[int]]
+"""Token ids of outputs, one for each request."""
+
+
 def compare_texts(
     decoder: Decoder,
-    given: Sequence[tuple[Prompt, Mapping[str, Any]]],
-    plain: Sequence[Sequence[int]],
-    texts: Sequence[Sequence[int]],
+    given: Sequence[tuple[Prompt, dict[str, Any]]],
+    plain: Texts,
+    texts: Texts,
     *,
     explains: bool = True,
 ) -> GreedyReport:
-    """Compare outputs of a decoder with those of its target alone.
-
-    Args:
-        given: prompts, each with its options; see ``Decoder.request``.
-        plain, texts, explains: see ``against_plain``.
-    """
+    """Compare outputs of a decoder with those of its target alone: of prompts, each with its options; see
+    ``Decoder.request`` and ``against_plain``."""
     requests = [decoder.request(prompt, options).request for prompt, options in given]
-    how: dict[str, Any] = {"promise": _promise(decoder.target, requests), "explains": explains}
-    return against_plain(decoder.target, requests, plain, texts, num_draft_tokens=decoder.constant_k, **how)
-
-
-def _promise(target: LM, requests: Sequence[Request]) -> str:
-    has_images = any(one.media is not None for one in requests)
-    return OF_IMAGES if has_images and target.same_bytes == PROMISED else target.same_bytes
+    return against_plain(decoder.target, requests, plain, texts, decoder.constant_k, explains=explains)
 
 
 def against_plain(
-    target: LM,
-    requests: Sequence[Request],
-    plain: Sequence[Sequence[int]],
-    texts: Sequence[Sequence[int]],
-    *,
-    num_draft_tokens: int | None,
-    promise: str = _OF_OTHERS,
-    explains: bool = True,
+    target: LM, requests: Sequence[Request], plain: Texts, texts: Texts, k: int | None, explains: bool = True
 ) -> GreedyReport:
     """Compare outputs with those of plain decoding, and explain differences.
 
     Args:
-        requests: of all outputs; unused ones (they hold state).
-        plain, texts: output of plain decoding, and outputs to compare, one for each request.
-        num_draft_tokens: K of ``texts``; None for those of another system.
-        promise: see ``GreedyReport``.
+        requests: unused ones (they hold state).
+        plain, texts: output of plain decoding, and outputs to compare.
+        k: K of ``texts``; None for those of another system.
         explains: else differences are found only, which cannot fail.
     """
-    differences = []
+    promise, differences = target.same_bytes, []
+    if k is None:
+        promise = "not promised (another system)"
+    elif promise == PROMISED and any(one.media is not None for one in requests):
+        promise = OF_IMAGES
     for index, (one, right, text) in enumerate(zip(requests, plain, texts, strict=True)):
         found = _unexplained(index, right, text)
         if explains and found is not None:
-            given = index, one.prompt_ids, right, text, one.sampling, num_draft_tokens
-            found = explain(target, *given, constraint=one.constraint)
+            given = index, one.prompt_ids, right, text, one.sampling, k, one.constraint
+            found = explain(target, *given)
         differences += [] if found is None else [found]
     has_noise = any(one.sampling.temperature > 0 for one in requests)
     return GreedyReport(len(texts), sum(map(len, plain)), differences, has_noise, promise)
@@ -176,18 +151,15 @@ def explain(
     other: Sequence[int],
     sampling: Sampling,
     num_draft_tokens: int | None,
-    *,
     constraint: Constraint | None = None,
 ) -> Divergence | None:
-    """Find and explain the first difference from plain decoding; None if the sequences are equal.
+    """Find and explain the first difference from plain decoding; None if the sequences are equal. Raises NumericsError:
+    the target has no distribution there.
 
     Args:
         sampling: of both. Above temperature 0 it has a seed, and both were generated by ``gumbel``.
         num_draft_tokens: K of the other; None for another system, whose rounding is not the target's.
         constraint: of both, in its initial state; it is advanced.
-
-    Raises:
-        NumericsError: the target has no distribution there.
     """
     found = _unexplained(prompt, plain, other)
     if found is None:
@@ -225,31 +197,23 @@ def explain(
     # Scores are logits over the temperature, or penalised logits.
     scale = 2 * max(sampling.repetition_penalty, 1 / sampling.repetition_penalty) / (sampling.temperature or 1.0)
     largest = float(logits[0][logits[0].isfinite()].abs().max())
-    most, last_bit = (
-        scale * _rounding(target, num_draft_tokens is None),
-        scale * largest * torch.finfo(logits[0].dtype).eps,
-    )
+    last_bit = scale * largest * torch.finfo(logits[0].dtype).eps
+    # Others may multiply integers with activations of 8 bits, whose steps are as large as those of bfloat16.
+    stored = (tensor for one in target.weights.parameters() for tensor in stored_tensors(one))
+    is_coarse = num_draft_tokens is None and not all(tensor.is_floating_point() for tensor in stored)
+    most = scale * ROUNDING[torch.bfloat16 if is_coarse else target.dtype]
     gap = max((float((score - scores[0]).abs().sum()) for score in scores[1:]), default=most)
-    is_near = abs(margin) <= min(most, max(_SLACK * gap, last_bit))
+    is_near = abs(margin) <= min(most, max(8 * gap, last_bit))  # other shapes of blocks may differ more
     if sampling.temperature > 0 and not is_near:
         # Rounding may also move a token across the edge of a filter.
         is_near = any(is_at_edge(logits[0], history, token_id, sampling) for token_id in (a, b))
     return replace(found, margin=margin, gap=gap, verdict="numerics" if gap <= most and is_near else "bug")
 
 
-def _rounding(target: LM, is_of_others: bool) -> float:
-    """How far rounding moves a logit. Others may multiply integers with activations of 8 bits, whose steps are as large
-    as those of bfloat16."""
-    stored = (tensor for one in target.weights.parameters() for tensor in stored_tensors(one))
-    has_integers = not all(tensor.is_floating_point() for tensor in stored)
-    return ROUNDING[torch.bfloat16 if is_of_others and has_integers else target.dtype]
-
-
 def _logits(target: LM, prefix: Sequence[int], begin: int, width: int, num_after: int) -> Tensor:
     """Logits after a prefix that is fed in blocks of ``width`` tokens from ``begin`` on, the last followed by
     ``num_after`` masked tokens. [V], on the CPU"""
-    device = target.device
-    length = len(prefix)
+    device, length = target.device, len(prefix)
     ids = torch.tensor([[*prefix, *[prefix[0]] * num_after]], device=device)
     cache = target.new_cache(1, length + num_after)
     if width >= length:
@@ -278,18 +242,14 @@ def _probs(logits: Tensor, settings: Settings, history: History) -> Tensor:
 def is_at_edge(logits: Tensor, history: History, token_id: int, sampling: Sampling) -> bool:
     """Whether rounding decides if a token is allowed: whether its probability is above 0 with its logit moved up, and
     not with the logit moved down. The mass of the others moves accordingly: a tail with mass 1 - top-p has at most
-    e^shift times that (at temperature 1).
-
-    Args:
-        logits: [V]
-        history: before it, at one position.
+    e^shift times that (at temperature 1). [V], a history of one position
     """
 
     def is_allowed(shift: float) -> bool:
         moved = logits.clone()
         moved[token_id] += shift
         top_p = 1 - (1 - sampling.top_p) * math.exp(min(50.0, -shift / sampling.temperature))
-        loose = replace(sampling, top_p=min(1.0, max(_LEAST_TOP_P, top_p)))
+        loose = replace(sampling, top_p=min(1.0, max(1e-9, top_p)))
         return bool(_probs(moved, Settings.of([loose], len(logits), logits.device), history)[token_id] > 0)
 
     shift = 2 * ROUNDING[logits.dtype]

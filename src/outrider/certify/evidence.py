@@ -31,22 +31,16 @@ Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
 
 POWER = 0.99  # at the stated limit of detection
-_MOST_BINS, _TOKENS_PER_BIN = 20, 50  # of Pearson's test: with fewer per bin its tail is not that of chi-square
+_QUANTILE = 2.3263478740408408  # of the normal distribution, at POWER
 
 
 @dataclass(frozen=True, slots=True)
 class Increments:
-    """A statistic X of n tokens, with its known moments and range: under p it has mean 0.
+    """A statistic X of n tokens, with its known moments and range: under p it has mean 0."""
 
-    Attributes:
-        values: X at the observed token. [n]
-        moments: E X^2, E X^3 and E X^4 under p. [3, n]
-        lows, highs: -lows <= X <= highs for every token that p allows. [n]
-    """
-
-    values: Floats
-    moments: Floats
-    lows: Floats
+    values: Floats  # X at the observed token [n]
+    moments: Floats  # E X^2, E X^3 and E X^4 under p [3, n]
+    lows: Floats  # -lows <= X <= highs for every token that p allows [n]
     highs: Floats
 
     def __getitem__(self, index: Any) -> Increments:
@@ -76,8 +70,7 @@ def _exp_tail(x: Floats) -> Floats:
     with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
         direct = (np.expm1(x) - x - x**2 / 2 - x**3 / 6) / x**4
     series = 1 / 24 + x / 120 + x**2 / 720 + x**3 / 5040 + x**4 / 40320 + x**5 / 362880
-    tail: Floats = np.where(np.abs(x) < 0.1, series, direct)
-    return tail
+    return np.where(np.abs(x) < 0.1, series, direct)
 
 
 def log_mgfs(increments: Increments, theta: float) -> Floats:
@@ -100,12 +93,8 @@ class Bet:
 
     @classmethod
     def for_sample(cls, like: Increments, num_tokens: float, level: float) -> Bet:
-        """The stake that needs the smallest sum of X to reach 1/level.
-
-        Args:
-            like: tokens like those to come; a stake of 0 if X never varies among them.
-            num_tokens: about how many will follow.
-        """
+        """The stake that needs the smallest sum of X to reach 1/level with about ``num_tokens`` tokens like the given
+        ones; 0 if X never varies among them."""
         if not like.moments.any():
             return cls(0.0)
         guess = math.sqrt(2 * math.log(2 / level) / (num_tokens * float(like.moments[0].mean())))
@@ -142,18 +131,12 @@ def mean_wealth(log_wealths: Sequence[float], num_accounts: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The result of one test.
-
-    Attributes:
-        statistic: for display: a z, a distance, a chi-square; the log of the wealth of averaged accounts.
-        p: p-value, uniform or larger if the tokens follow p.
-        threshold: a p-value at or below it raises an alarm; set by ``holm``.
-    """
+    """The result of one test."""
 
     name: str
-    statistic: float
-    p: float
-    threshold: float = 0.0
+    statistic: float  # for display: a z, a distance, a chi-square; the log of the wealth of averaged accounts
+    p: float  # p-value, uniform or larger if the tokens follow p
+    threshold: float = 0.0  # a p-value at or below it raises an alarm; set by ``holm``
 
     @property
     def is_alarm(self) -> bool:
@@ -162,7 +145,7 @@ class Finding:
 
 def pit_tests(pits: Floats) -> list[Finding]:
     """Test whether numbers are independent and uniform. Their count must not depend on them. [n]"""
-    num_bins = max(2, min(_MOST_BINS, len(pits) // _TOKENS_PER_BIN))
+    num_bins = max(2, min(20, len(pits) // 50))  # with fewer per bin Pearson's tail is not that of chi-square
     counts = np.histogram(pits, bins=num_bins, range=(0.0, 1.0))[0]
     found: dict[str, Any] = {"pit-ks": stats.kstest(pits, "uniform"), "pit-chi2": stats.chisquare(counts)}
     return [Finding(name, float(one.statistic), float(one.pvalue)) for name, one in found.items()]
@@ -179,13 +162,7 @@ def holm(tests: Sequence[Finding], level: float) -> list[Finding]:
 
 
 class Drift(NamedTuple):
-    """The moments of X if the tokens followed another distribution r, for each token.
-
-    Attributes:
-        means: E X under r. [n]
-        seconds: E X^2 under r. [n]
-        distances: total variation between r and p. [n]
-    """
+    """E X and E X^2 if the tokens followed another distribution r, and the total variation between r and p. [n] each"""
 
     means: Floats
     seconds: Floats
@@ -193,8 +170,7 @@ class Drift(NamedTuple):
 
 
 def rate_bound(num_events: int, num_trials: int) -> float:
-    """Upper bound of the rate of events, with confidence POWER, from their number in ``num_trials`` (Poisson, Garwood
-    1936)."""
+    """Upper bound of the rate of events, with confidence POWER (Poisson, Garwood 1936)."""
     return float(stats.chi2.ppf(POWER, 2 * (num_events + 1))) / 2 / num_trials
 
 
@@ -213,12 +189,8 @@ def detectable(increments: Increments, drift: Drift, bet: Bet, level: float) -> 
 
 def detectable_reuse(products: Increments, bet: Bet, level: float, reused: float) -> float | None:
     """The least share of tokens drawn with the random number of an earlier one that ``bet`` detects with probability
-    POWER; None if not even all are detected.
-
-    Args:
-        products: the rank of each token times that of its partner.
-        reused: the mean of their sum if every token were drawn with its partner's number.
-    """
+    POWER; None if not even all are detected. Given are the rank of each token times that of its partner, and the mean
+    of their sum if every token were drawn with its partner's number."""
     # The square of such a product is largest where ranks are continuous: 1/80, and 1/144 for independent numbers.
     return _least_share(products, bet, level, reused, 144 / 80 * products.variance)
 
@@ -229,10 +201,9 @@ def _least_share(increments: Increments, bet: Bet, level: float, pull: float, se
     if bet.theta == 0:
         return None
     least, own = bet.threshold(increments, level), increments.variance
-    quantile = float(stats.norm.ppf(POWER))
 
     def lack(e: float) -> float:
-        return least + quantile * math.sqrt((1 - e) * own + e * second) - e * pull
+        return least + _QUANTILE * math.sqrt((1 - e) * own + e * second) - e * pull
 
     return None if lack(1.0) > 0 else float(optimize.brentq(lack, 0.0, 1.0))
 
@@ -256,7 +227,7 @@ def tokens_to_alarm(p: float, num_tokens: int, level: float) -> int:
     """
     t = math.sqrt(2 * math.log(2 / level))
     z = (-math.log(p) + t**2 / 2 + math.log(2)) / t
-    return math.ceil(num_tokens * ((t + float(stats.norm.ppf(POWER))) / z) ** 2)
+    return math.ceil(num_tokens * ((t + _QUANTILE) / z) ** 2)
 
 
 def tokens_needed(increments: Increments, drift: Drift, wanted: float, level: float) -> int | None:
@@ -272,7 +243,7 @@ def tokens_needed(increments: Increments, drift: Drift, wanted: float, level: fl
         n = math.exp(log_n)
         theta = Bet.for_sample(increments, n, level).theta
         least = (math.log(2 / level) + n * float(log_mgfs(increments, theta).mean())) / theta
-        return least + float(stats.norm.ppf(POWER)) * math.sqrt(n * spread) - n * pull
+        return least + _QUANTILE * math.sqrt(n * spread) - n * pull
 
     low, high = math.log(10), math.log(1e12)
     if lack(high) > 0:

@@ -24,6 +24,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,23 +40,17 @@ from outrider.sampling.noise import GumbelNoise, NoiseAhead, RoundUniforms
 from outrider.sampling.probs import draw_gumbel, normalise, wide
 from outrider.sampling.rules import GUMBEL, Rule, residual
 
-TOLERANCE = 1e-9  # float64 leaves about 1e-15; a mistake in a formula leaves far more
 # Total variation. The embedded pair gave 5e-7 in float32 and 0.018 in bfloat16; a wrong mask gave 0.6.
 _FORCING_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 0.02, torch.bfloat16: 0.1}
 NUM_LIKELY = 4  # tokens after each prefix that a round is restricted to
-_ROWS = 32  # prefixes in one forward
 _K = 2
 _LEAST, _MOST = 2.0**-60, 1 - 2.0**-53  # as small and as large as a uniform number may be
-_NUM_HALVINGS = 53  # the resolution of float64 in [0, 1]
-_NUM_NOISES = 256  # for gumbel, in each context
 # A toy with many rejections, which reveal much about the tokens that the same numbers draft next: the draft hardly ever
 # proposes 0, which the target often generates.
 _TOY_TARGET = ((0.3, 0.3, 0.4), (0.3, 0.5, 0.2), (0.4, 0.3, 0.3))
 _TOY_DRAFT = ((0.01, 0.29, 0.7), (0.1, 0.2, 0.7), (0.35, 0.35, 0.3))
 _TOY_LAST = 1  # token before the first round
 _NUM_TOKENS = 4  # compared after two rounds
-_START = 5  # length at which the first round begins; any will do
-_NUM_SEEDS = 8  # for comparing random numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,26 +58,21 @@ class ExactReport:
     """Largest deviations over all contexts.
 
     Attributes:
-        num_rows: pairs of rows on which the identity was computed.
-        identity: deviation of a probability, over the whole vocabulary.
         round_law: deviation of the probability of three tokens; for ``gumbel`` the share of noises that led to another
             token.
         two_rounds: deviation of the probability of four tokens of a toy after two rounds; for ``gumbel`` the share of
             the noise that is not a function of its position.
-        distance: mean TV(p, q) over the contexts, for which the rule has to compensate.
-        forcing: total variation of a token's distribution between teacher forcing and a plain forward.
-        forcing_tolerance: the part that rounding may explain.
     """
 
     num_contexts: int
-    num_rows: int
-    identity: float
+    num_rows: int  # pairs of rows on which the identity was computed
+    identity: float  # deviation of a probability, over the whole vocabulary
     round_law: float
     two_rounds: float
-    distance: float
-    forcing: float
-    forcing_tolerance: float
-    tolerance: float = TOLERANCE
+    distance: float  # mean TV(p, q) over the contexts, for which the rule has to compensate
+    forcing: float  # total variation of a token's distribution between teacher forcing and a plain forward
+    forcing_tolerance: float  # the part that rounding may explain
+    tolerance: float = 1e-9  # float64 leaves about 1e-15; a mistake in a formula leaves far more
 
     @property
     def is_ok(self) -> bool:
@@ -103,33 +93,27 @@ def check_exactly(
     contexts: Sequence[Text],
     new_constraint: NewConstraint = lambda prompt_ids: None,
 ) -> ExactReport:
-    """Check the rule after these contexts.
-
-    Args:
-        contexts: at least three tokens shorter than the target allows; tokens after the given ones are output,
-            subject to the constraint, if any.
-    """
-    identities, round_gaps, distances, num_rows = [], [], [], 0
-    is_coupled = rule.name == GUMBEL.name
+    """Check the rule after these contexts, at least three tokens shorter than the target allows. Tokens after the given
+    ones are output, subject to the constraint, if any."""
+    found, is_coupled = [], rule.name == GUMBEL.name
     for context in contexts:
 
         def rows_after(prefixes: Sequence[tuple[int, ...]], num_prompt: int = context.num_given) -> list[Tensor]:
             """p and q after each prefix. [N, V], [N, V]"""
-            parts: list[list[Tensor]] = []
-            for begin in range(0, len(prefixes), _ROWS):
-                # Scoring needs a token there; any will do.
-                texts = [Text((*prefix, 0), len(prefix), num_prompt) for prefix in prefixes[begin : begin + _ROWS]]
-                parts += [rows for _, *rows in draft_rows(target, drafter, sampling, texts, new_constraint)]
+            # Scoring needs a token there; any will do.
+            texts = [Text((*prefix, 0), len(prefix), num_prompt) for prefix in prefixes]
+            parts = [rows for _, *rows in draft_rows(target, drafter, sampling, texts, new_constraint)]
             return [torch.cat(rows) for rows in zip(*parts, strict=True)]
 
         tree, p, q = _tree(rows_after, tuple(context.ids))
-        identities.append(identity_gap(p, q))
-        distances.append(float((p - q).abs().sum(1).mean() / 2))
-        round_gaps.append(coupling_gap(tree) if is_coupled else round_gap(rule, tree))
-        num_rows += len(p)
+        distance = float((p - q).abs().sum(1).mean() / 2)
+        found.append(
+            (identity_gap(p, q), coupling_gap(tree) if is_coupled else round_gap(rule, tree), distance, len(p))
+        )
+    identities, round_gaps, distances, numbers = zip(*found, strict=True)
     return ExactReport(
         num_contexts=len(contexts),
-        num_rows=num_rows,
+        num_rows=sum(numbers),
         identity=_largest(identities),
         round_law=_largest(round_gaps),
         two_rounds=noise_gap(rule.make_noise) if is_coupled else two_rounds_gap(rule),
@@ -164,8 +148,7 @@ def _largest(gaps: Sequence[float]) -> float:
 def identity_gap(p: Tensor, q: Tensor) -> float:
     """Largest |min(p, q) + (1 - sum min(p, q)) residual - p|. [N, V], [N, V]"""
     p, q = normalise(p), normalise(q)
-    both = torch.minimum(p, q)
-    rest = normalise(residual(p, q))
+    both, rest = torch.minimum(p, q), normalise(residual(p, q))
     return float((both + (1 - both.sum(-1, keepdim=True)) * rest - p).abs().max())
 
 
@@ -245,10 +228,8 @@ def _pieces(rule: Rule, tree: Tree) -> tuple[Tensor, list[tuple[int, ...]]]:
     following = _intervals_of_ids(lambda i, uniforms: verify(index[i], coins[i], uniforms)[1], len(index), m)
     at, next_ids = (following[..., 0] < following[..., 1]).nonzero(as_tuple=True)  # [C] of [N', M, 2]
     pairs = torch.stack((tossed, drafts[index]), dim=2).flatten(1, 2)  # [N', 4, 2]
-    lengths, drafted = num_accepted.tolist(), ids[index].tolist()
-    committed = [
-        (*drafted[i][: lengths[i]], next_id) for i, next_id in zip(at.tolist(), next_ids.tolist(), strict=True)
-    ]
+    columns = ids[index[at]].tolist(), num_accepted[at].tolist(), next_ids.tolist()
+    committed = [(*drafted[:num], next_id) for drafted, num, next_id in zip(*columns, strict=True)]
     return torch.cat((following[at, next_ids][:, None], pairs[at]), dim=1), committed
 
 
@@ -270,7 +251,7 @@ def _coin_edges(verify: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]
 def _edges(is_below: Callable[[Tensor], Tensor], num: int) -> Tensor:
     """Where a condition on each of some uniform numbers ceases to hold, by bisection; 1 if nowhere. [N]"""
     low, high = torch.zeros(num, dtype=torch.float64), torch.ones(num, dtype=torch.float64)
-    for _ in range(_NUM_HALVINGS):
+    for _ in range(53):  # the resolution of float64 in [0, 1]
         middle = (low + high) / 2
         below = is_below(middle)
         low, high = torch.where(below, middle, low), torch.where(below, high, middle)
@@ -290,20 +271,18 @@ def _intervals_of_ids(ids_of: Callable[[Tensor, Tensor], Tensor], num_rows: int,
 def coupling_gap(tree: Tree) -> float:
     """Share of noises with which ``gumbel`` commits other tokens than the target alone."""
     p0, p1, p2, q0, q1 = tree
-    seeds = torch.arange(_NUM_NOISES)
+    seeds = torch.arange(256)
     noise = GUMBEL.make_noise(seeds, torch.ones_like(seeds), _K, len(p0))
-    a = GUMBEL.draw(q0.expand(_NUM_NOISES, -1), noise.at(0))
+    p0, q0 = (row.expand(len(seeds), -1) for row in (p0, q0))
+    a = GUMBEL.draw(q0, noise.at(0))
     b = GUMBEL.draw(q1[a], noise.at(1))
-    rows = torch.stack((p0.expand(_NUM_NOISES, -1), p1[a], p2[a, b]), dim=1)
-    q_rows = torch.stack((q0.expand(_NUM_NOISES, -1), q1[a]), dim=1)
-    ids = torch.stack((a, b), dim=1)
-    verdict = GUMBEL.verify(rows, Draft(ids, q_rows, torch.full_like(seeds, _K)), noise)
-    x = draw_gumbel(p0.expand(_NUM_NOISES, -1), noise.at(0).values())
+    ids, rows = torch.stack((a, b), dim=1), torch.stack((p0, p1[a], p2[a, b]), dim=1)
+    draft = Draft(ids, torch.stack((q0, q1[a]), dim=1), torch.full_like(seeds, _K))
+    verdict = GUMBEL.verify(rows, draft, noise)
+    x = draw_gumbel(p0, noise.at(0).values())
     y = draw_gumbel(p1[x], noise.at(1).values())
-    z = draw_gumbel(p2[x, y], noise.at(2).values())
-    alone = torch.stack((x, y, z), dim=1)
-    n = verdict.num_accepted[:, None]
-    offsets = torch.arange(_K + 1)
+    alone = torch.stack((x, y, draw_gumbel(p2[x, y], noise.at(2).values())), dim=1)
+    n, offsets = verdict.num_accepted[:, None], torch.arange(_K + 1)
     committed = torch.where(offsets < n, torch.cat((ids, ids[:, :1]), dim=1), verdict.next_ids[:, None])
     return float(((committed != alone) & (offsets <= n)).any(dim=1).double().mean())
 
@@ -341,10 +320,7 @@ def _chain_distribution(p: Tensor, last: int, num_tokens: int) -> Tensor:
 def _uses(rule: Rule, length: int, vocab_size: int) -> Tensor:
     """Index of the first equal number, for each number of a round and of the next, ``length`` tokens later.
     [2 (2K+1)]"""
-    seeds = torch.arange(_NUM_SEEDS)
-    ahead = NoiseAhead(rule.make_noise, _K, vocab_size)
-    starts = _START, _START + length
-    values = torch.cat([ahead.at(seeds, torch.full_like(seeds, start), _K).values for start in starts], dim=1)
+    values = torch.cat([one.values for one in _two_noises(rule.make_noise, length, vocab_size)], dim=1)
     return (values[:, :, None] == values[:, None, :]).all(dim=0).long().argmax(dim=1)
 
 
@@ -362,12 +338,16 @@ def _shared_volumes(one: Tensor, others: Tensor, uses: Tensor) -> Tensor:
 def noise_gap(make_noise: Callable[[Tensor, Tensor, int, int], GumbelNoise]) -> float:
     """Share of the noise in two successive rounds that is not a function of its position: different between rounds, or
     equal in two positions."""
-    seeds = torch.arange(_NUM_SEEDS)
     is_wrong = []
     for length in range(1, _K + 2):
-        ahead = NoiseAhead(make_noise, _K, len(_TOY_TARGET))
-        rounds = [ahead.at(seeds, torch.full_like(seeds, start), _K) for start in (_START, _START + length)]
+        rounds = _two_noises(make_noise, length, len(_TOY_TARGET))
         for i, j in product(range(_K + 1), repeat=2):
             one, other = rounds[0].at(i).values(), rounds[1].at(j).values()  # [S, V]
             is_wrong.append((one == other) != (i == length + j))
     return float(torch.stack(is_wrong).double().mean())
+
+
+def _two_noises(make_noise: Callable[[Tensor, Tensor, int, int], Any], length: int, vocab_size: int) -> list[Any]:
+    """Noise of a round that begins at any length, and of the next, ``length`` tokens later."""
+    seeds, ahead = torch.arange(8), NoiseAhead(make_noise, _K, vocab_size)
+    return [ahead.at(seeds, torch.full_like(seeds, start), _K) for start in (5, 5 + length)]

@@ -40,31 +40,20 @@ from outrider.sampling.probs import Settings, normalise, one_hot
 
 NewConstraint = Callable[[Sequence[int]], Constraint | None]
 """Creates the constraint of a new sequence with this prompt; None if unconstrained."""
-MAX_RATIO = 30.0
-MAX_SURPRISE = 20.0
-_LEAST_RANGE = 1e-9  # of a statistic over the tokens of a row; smaller variation is rounding
-_MAX_ELEMENTS = 2**22  # of p in one piece; bounds the memory
+MAX_RATIO, MAX_SURPRISE = 30.0, 20.0
 
 
 @dataclass(frozen=True, slots=True)
 class GeneratedText:
-    """A generated sequence.
+    """A generated sequence."""
 
-    Attributes:
-        index: of the sequence; with the seed of the tests it determines the w of its tokens.
-        prompt: index of its prompt.
-        places: of each token in its round, from 0; all 0 if rounds are unknown.
-        slot: cache slot.
-        first_step: step of the loop that generated its first round.
-    """
-
-    index: int
-    prompt: int
+    index: int  # with the seed of the tests it determines the w of the tokens
+    prompt: int  # index of the prompt
     prompt_ids: tuple[int, ...]
     token_ids: tuple[int, ...]
-    places: tuple[int, ...]
-    slot: int = 0
-    first_step: int = 0
+    places: tuple[int, ...]  # of each token in its round, from 0; all 0 if rounds are unknown
+    slot: int = 0  # in the cache
+    first_step: int = 0  # step of the loop that generated the first round
 
     def __post_init__(self) -> None:
         assert 0 < len(self.prompt_ids) and 0 < len(self.token_ids) == len(self.places)
@@ -79,12 +68,11 @@ class GeneratedText:
 class ObservedTokens:
     """n tokens, sequence by sequence: columns of a number for each.
 
-    - ``pits``: probability integral transforms, uniform if the tokens follow p;
     - ``is_forbidden``, ``is_at_edge``: p is 0 at the token, and rounding cannot explain it; or it may (not tested);
     - ``places``, ``rounds``, ``positions``: place in the round; round in the sequence; index in the output;
     - ``texts``, ``prompts``, ``slots``, ``steps``: of the sequence; its prompt; cache slot; step of the loop;
     - ``lengths``: tokens before it, prompt included;
-    - those of ``statistics_of``, by ``statistic`` and ``drift``.
+    - those of ``statistics_of``.
     """
 
     columns: Mapping[str, NDArray[Any]]
@@ -120,20 +108,21 @@ def observe(
     new_constraint: NewConstraint = lambda prompt_ids: None,
     num_draft_tokens: int = 1,
     implanted: float = 0.0,
+    on_texts: Callable[[int], None] = lambda done: None,
 ) -> ObservedTokens:
     """Compute the statistics of sequences under the target's own distribution with ``sampling``.
 
     Args:
-        written: generated sequences, not longer than the context of the target.
+        written: not longer than the context of the target.
         seed: for the w of the probability integral transforms.
         new_constraint: creates the constraint that was enforced.
         num_draft_tokens: K of the rounds, for drafters that need forcing.
         implanted: share of the tokens that a draw from q replaces, after the same text: a known deviation.
+        on_texts: called with the number of sequences just observed.
     """
     assert written and sampling.temperature > 0, "greedy rows have no randomness"
     groups: list[dict[str, Tensor]] = []
-    for begin in range(0, len(written), batch_size):
-        group = written[begin : begin + batch_size]
+    for group in (written[begin : begin + batch_size] for begin in range(0, len(written), batch_size)):
         texts = [Text((*one.prompt_ids, *one.token_ids), len(one.prompt_ids)) for one in group]
         # By sequence and token, so that they do not depend on the batch: w, and two numbers for a token drawn from q.
         spread = [np.random.default_rng([seed, one.index]).random((3, len(one.token_ids))) for one in group]
@@ -142,7 +131,7 @@ def observe(
         parts = []
         for chunk, p, q in draft_rows(target, drafter, sampling, texts, new_constraint, offsets, num_draft_tokens):
             numbers = [spread[row][:, i] for row, i in zip(chunk.rows.tolist(), chunk.places.tolist(), strict=True)]
-            piece = max(1, _MAX_ELEMENTS // p.shape[1])
+            piece = max(1, 2**22 // p.shape[1])  # bounds the memory
             for first in range(0, len(p), piece):
                 part = slice(first, first + piece)
                 uniforms, chances, places = torch.from_numpy(np.stack(numbers[part])).to(p).unbind(1)
@@ -156,10 +145,10 @@ def observe(
                     history = chunk.history.map(itemgetter(first + i))
                     is_edge[i] = is_at_edge(chunk.logits[first + i], history, int(ids[i]), sampling)
                 columns |= {"is_at_edge": is_edge, "is_forbidden": columns["is_forbidden"] & ~is_edge}
-                columns["rows"] = chunk.rows[part]
-                parts.append({name: column.cpu() for name, column in columns.items()})
+                parts.append({name: one.cpu() for name, one in (columns | {"rows": chunk.rows[part]}).items()})
         order = torch.cat([part["rows"] for part in parts]).argsort(stable=True)  # chunks hold a piece of every text
         groups.append({name: torch.cat([part[name] for part in parts])[order] for name in parts[0]})
+        on_texts(len(group))
     num_tokens = [len(one.token_ids) for one in written]
     by_text = [(one.prompt, one.index, one.slot, one.first_step, len(one.prompt_ids)) for one in written]
     prompts, texts_of, slots, steps, lengths = np.repeat(np.array(by_text, dtype=np.int64), num_tokens, axis=0).T
@@ -186,29 +175,20 @@ def draft_rows(
     offsets: Sequence[Sequence[int]] | None = None,
     num_draft_tokens: int = 1,
 ) -> Iterator[tuple[ForcedTokens, Tensor, Tensor]]:
-    """Yield p and q for the scored tokens of sequences, chunk by chunk.
-
-    Without a draft q is p squared, normalised: the target at half the temperature, to detect sharpened output.
+    """Yield the target's scored tokens, chunk by chunk, with p and q in float64: q = p where nothing is drafted, and
+    without a draft p squared, normalised: the target at half the temperature, to detect sharpened output.
+    [M, V], [M, V]
 
     Args:
         new_constraint: creates the constraint that masks p and q. (A look-up proposes without.)
         offsets: of each scored token in its round, for drafters that need forcing; None for 0 (rounds that begin at
             the token).
         num_draft_tokens: K of these rounds; more than any offset.
-
-    Yields:
-        The target's scored tokens; p and q in float64, q = p where nothing is drafted. [M, V], [M, V]
     """
     settings = Settings.of([sampling], target.vocab_size, target.device)
-    is_forced = needs_forcing(drafter, texts)
-    rounds = along(
-        drafter,
-        texts,
-        sampling,
-        num_draft_tokens if is_forced else 1,
-        target=target if is_forced else None,
-        constraints=walks_of(texts, new_constraint),
-    )
+    is_forced, walks = needs_forcing(drafter, texts), walks_of(texts, new_constraint)
+    k, forced = (num_draft_tokens, target) if is_forced else (1, None)
+    rounds = along(drafter, texts, sampling, k, target=forced, constraints=walks)
     held: dict[tuple[int, int], Tensor] = {}  # q, or the drafted token of a one-hot q, by text and token
     num_seen = [0] * len(texts)
 
@@ -237,17 +217,10 @@ def draft_rows(
 
 
 def statistics_of(p: Tensor, q: Tensor, ids: Tensor, uniforms: Tensor) -> dict[str, Tensor]:
-    """Compute all statistics of M tokens. [M] each
-
-    Args:
-        p, q: [M, V]
-        ids, uniforms: [M]
-    """
-    at = ids[:, None]
-    p_y = p.gather(1, at)
+    """Compute all statistics of M tokens. [M, V], [M, V], [M], [M] -> [M] each"""
+    at, push = ids[:, None], q - p
+    p_y, push_y = p.gather(1, at), push.gather(1, at)
     is_possible = p_y[:, 0] > 0
-    push = q - p
-    push_y = push.gather(1, at)
     is_before = (push < push_y) | ((push == push_y) & (torch.arange(p.shape[1], device=p.device) < at))
     pits = torch.where(is_possible, (p * is_before).sum(1) + uniforms * p_y[:, 0], uniforms)
     columns = {"pits": pits.clamp(0.0, 1.0), "is_forbidden": ~is_possible, "distance": push.abs().sum(1) / 2}
@@ -257,13 +230,11 @@ def statistics_of(p: Tensor, q: Tensor, ids: Tensor, uniforms: Tensor) -> dict[s
     rank = p.cumsum(1) - p / 2
     for name, x in (("score", ratio), ("likelihood", surprise), ("rank", rank)):
         x = torch.where(is_allowed, x - (p * x).sum(1, keepdim=True), 0.0)
-        x = torch.where(x.amax(1, keepdim=True) - x.amin(1, keepdim=True) < _LEAST_RANGE, 0.0, x)
-        columns[f"{name}_values"] = x.gather(1, at)[:, 0]
-        for power in (2, 3, 4):
-            columns[f"{name}_m{power}"] = (p * x**power).sum(1)
-        columns[f"{name}_lows"], columns[f"{name}_highs"] = -x.amin(1), x.amax(1)
+        x = torch.where(x.amax(1, keepdim=True) - x.amin(1, keepdim=True) < 1e-9, 0.0, x)  # smaller ranges are rounding
+        columns |= {f"{name}_m{power}": (p * x**power).sum(1) for power in (2, 3, 4)}
+        columns |= {f"{name}_values": x.gather(1, at)[:, 0], f"{name}_lows": -x.amin(1), f"{name}_highs": x.amax(1)}
         if name == "score":
-            columns["drift"], columns["drift_m2"] = (q * x).sum(1), (q * x**2).sum(1)
+            columns |= {"drift": (q * x).sum(1), "drift_m2": (q * x**2).sum(1)}
     return columns
 
 
@@ -288,10 +259,10 @@ class UnenforcedConstraint:
         return True
 
     def pop(self, num_tokens: int) -> None:
-        num_beyond = min(num_tokens, self._num_beyond)
-        self._num_beyond -= num_beyond
-        if num_tokens > num_beyond:
-            self._inner.pop(num_tokens - num_beyond)
+        num_inner = max(0, num_tokens - self._num_beyond)
+        self._num_beyond -= num_tokens - num_inner
+        if num_inner:
+            self._inner.pop(num_inner)
 
 
 def walks_of(texts: Sequence[Text], new_constraint: NewConstraint) -> list[UnenforcedConstraint] | None:
@@ -302,8 +273,7 @@ def walks_of(texts: Sequence[Text], new_constraint: NewConstraint) -> list[Unenf
         constraint = new_constraint(text.ids[:num_prompt])
         if constraint is None:  # then none has one
             return None
-        walk = UnenforcedConstraint(constraint)
+        walks.append(UnenforcedConstraint(constraint))
         for token_id in text.ids[num_prompt : text.num_given]:
-            walk.push(token_id)
-        walks.append(walk)
+            walks[-1].push(token_id)
     return walks

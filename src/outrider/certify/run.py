@@ -16,15 +16,15 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from outrider.certify.certificate import NEGLIGIBLE_TV, Certificate, ControlReport
 from outrider.certify.controls import CONTROLS, Control
 from outrider.certify.design import Design, num_tests
-from outrider.certify.divergence import GreedyReport, against_plain, first_difference, plain_texts
-from outrider.certify.evidence import rate_bound, tokens_needed, tokens_to_alarm
+from outrider.certify.divergence import GreedyReport, Texts, against_plain, first_difference, plain_texts
+from outrider.certify.evidence import Finding, rate_bound, tokens_needed, tokens_to_alarm
 from outrider.certify.exact import ExactReport, check_exactly
 from outrider.certify.observed import GeneratedText, ObservedTokens, UnenforcedConstraint, join, observe
 from outrider.decoder import Decoder
@@ -38,34 +38,22 @@ from outrider.runtime.lm import LM
 from outrider.sampling.rules import GUMBEL, REJECTION, RULES
 from outrider.text.row_text import RowText
 
-NUM_PILOT_TOKENS = 1024
-LEAST_NUM_TOKENS = 200
+NUM_PILOT_TOKENS, LEAST_NUM_TOKENS = 1024, 200
 _PILOT_TEXTS = 2**32  # first index of the pilot's sequences, so that no seed is used twice
 _NUM_CONTEXTS = 8  # of the exact layer
 _LOOKS = (1 / 8, 1 / 4, 1 / 2, 1)  # at a control's tokens; each uses its share of the level
-_MOST_CONTROL_LEVEL = 1e-3  # at a higher level a correct loop would sometimes raise an alarm
-_SPARE = 1.2  # margin over the tokens needed, since the pilot only estimates them
-_BUDGET_SHARE = 0.25  # of the time for the tested tokens; the rest is for controls and the other layers
 
 
 @dataclass(frozen=True, slots=True)
 class CertifyTask:
-    """Pair, options and prompts to certify.
-
-    Attributes:
-        decoder: with its draft, rule and K.
-        sampling: without a seed.
-        prompts: token ids of each.
-        level: probability of a false alarm of the statistical layer.
-        seed: base seed; sequence i gets seed + i.
-    """
+    """Pair, options and prompts to certify."""
 
     decoder: Decoder
-    sampling: Sampling
+    sampling: Sampling  # without a seed
     prompts: Sequence[Sequence[int]]
-    level: float
+    level: float  # probability of a false alarm of the statistical layer
     batch_size: int
-    seed: int
+    seed: int  # of sequence 0; sequence i gets seed + i
 
     def __post_init__(self) -> None:
         assert self.prompts and self.batch_size >= 1
@@ -74,11 +62,9 @@ class CertifyTask:
         if not 0 < self.level < 1:
             raise OptionError("--significance", self.level, "a number between 0 and 1")
         most = self.decoder.target.context_len - 3  # the exact layer looks two tokens ahead
-        for index, ids in enumerate(self.prompts):
-            if len(ids) >= most:
-                raise PromptError(
-                    f"prompt {index} has {len(ids)} tokens, but a prompt must have fewer than {most} here"
-                )
+        for index, num in enumerate(map(len, self.prompts)):
+            if num >= most:
+                raise PromptError(f"prompt {index} has {num} tokens, but a prompt must have fewer than {most} here")
 
     @property
     def num_draft_tokens(self) -> int:
@@ -117,56 +103,53 @@ class CertifyTask:
 
 
 def generate_texts(job: CertifyTask, texts: Sequence[int], control: Control | None = None) -> list[GeneratedText]:
-    """Generate sequences with the real loop, ``job.batch_size`` concurrently; when one ends, the next takes its slot.
-    Steps of the loop are counted from 0.
-
-    Args:
-        texts: indices of the sequences.
-        control: a mistake to inject.
-    """
+    """Generate sequences, given by index, with the real loop, ``job.batch_size`` concurrently; when one ends, the next
+    takes its slot. Steps of the loop are counted from 0. ``control`` is a mistake to inject."""
     requests = [job.request(text) for text in texts]
-    rounds: list[list[tuple[int, ...]]] = [[] for _ in texts]
-    begins: list[tuple[int, int]] = [(0, 0)] * len(texts)  # slot and step
-    step = 0
-    if control is None:
-        prompts = [list(request.prompt_ids) for request in requests]
-        own = [replace(job.sampling, seed=one.sampling.seed) for one in requests]
-        last_slot = -1
-        for chunk in job.decoder.stream_many(prompts, own, num_slots=job.batch_size, is_repeatable=False):
-            step += chunk.slot <= last_slot  # the chunks of a step are in the order of their slots
-            last_slot = chunk.slot
-            if not rounds[chunk.row]:
-                begins[chunk.row] = chunk.slot, step
-            rounds[chunk.row].append(chunk.token_ids)
-    else:
-        decoder = job.eager().decoder
-        target, drafter = control.wrap_target(decoder.target), control.wrap_drafter(decoder.drafter)
-        # In batches: a faulty cache must be wrong about its own sequence, not about an earlier one in its slot.
-        num_rows = min(job.batch_size, control.most_rows or job.batch_size)
-        for begin in range(0, len(requests), num_rows):
-            batch = requests[begin : begin + num_rows]
-            for slot, one in enumerate(batch):
-                if one.constraint is not None:  # a faulty loop may commit tokens that the constraint forbids
-                    batch[slot] = one = replace(one, constraint=UnenforcedConstraint(one.constraint))
-                if control.keeps_seeds:
-                    batch[slot] = replace(one, sampling=replace(one.sampling, seed=job.seed + slot))
-            begins[begin : begin + num_rows] = [(slot, step) for slot in range(len(batch))]
-            for round_ in decode(target, drafter, batch, control.rule, num_draft_tokens=job.num_draft_tokens):
-                step += 1
-                for row in round_.rows:
-                    rounds[begin + row.row].append(row.token_ids)
+    rounds: list[list[tuple[int, int, Sequence[int]]]] = [[] for _ in texts]
+    for row, slot, step, ids in _rounds(job, requests, control):
+        rounds[row].append((slot, step, ids))
     return [
         GeneratedText(
             index=text,
             prompt=text % len(job.prompts),
             prompt_ids=tuple(request.prompt_ids),
-            token_ids=tuple(token for ids in row for token in ids),
-            places=tuple(place for ids in row for place in range(len(ids))),
-            slot=slot,
-            first_step=first_step,
+            token_ids=tuple(token for *_, ids in own for token in ids),
+            places=tuple(place for *_, ids in own for place in range(len(ids))),
+            slot=own[0][0],
+            first_step=own[0][1],
         )
-        for text, request, row, (slot, first_step) in zip(texts, requests, rounds, begins, strict=True)
+        for text, request, own in zip(texts, requests, rounds, strict=True)
     ]
+
+
+def _rounds(
+    job: CertifyTask, requests: Sequence[Request], control: Control | None
+) -> Iterator[tuple[int, int, int, Sequence[int]]]:
+    """Yield row, slot, step of the loop, and tokens, of each round of each row."""
+    step = 0
+    if control is None:
+        prompts = [list(request.prompt_ids) for request in requests]
+        own, last_slot = [replace(job.sampling, seed=one.sampling.seed) for one in requests], -1
+        for chunk in job.decoder.stream_many(prompts, own, num_slots=job.batch_size, is_repeatable=False):
+            step += chunk.slot <= last_slot  # the chunks of a step are in the order of their slots
+            last_slot = chunk.slot
+            yield chunk.row, chunk.slot, step, chunk.token_ids
+        return
+    decoder = job.eager().decoder
+    target, drafter = control.wrap_target(decoder.target), control.wrap_drafter(decoder.drafter)
+    # In batches: a faulty cache must be wrong about its own sequence, not about an earlier one in its slot.
+    num_rows = min(job.batch_size, control.most_rows or job.batch_size)
+    for begin in range(0, len(requests), num_rows):
+        batch = [*requests[begin : begin + num_rows]]
+        for slot, one in enumerate(batch):
+            if one.constraint is not None:  # a faulty loop may commit tokens that the constraint forbids
+                batch[slot] = one = replace(one, constraint=UnenforcedConstraint(one.constraint))
+            if control.keeps_seeds:
+                batch[slot] = replace(one, sampling=replace(one.sampling, seed=job.seed + slot))
+        for round_ in decode(target, drafter, batch, control.rule, num_draft_tokens=job.num_draft_tokens):
+            yield from ((begin + one.row, one.row, step, one.token_ids) for one in round_.rows)
+            step += 1
 
 
 class TokenSample:
@@ -181,72 +164,52 @@ class TokenSample:
     def first(self, num_tokens: int, on_tokens: Callable[[int], None] = lambda _: None) -> ObservedTokens:
         """Observe the first tokens, generated as needed."""
         job = self._job
-        while (num_left := num_tokens - sum(map(len, self._parts))) > 0:
+        while True:
+            num_done = min(num_tokens, sum(map(len, self._parts)))
+            on_tokens(num_done - self._num_told)
+            self._num_told = num_done
+            if num_done == num_tokens:
+                return join(self._parts).part(slice(num_tokens))
             # At first one batch, then at most four, so that slots are refilled. (It does not affect which sequences are
             # tested.)
             num_written = sum(len(one.token_ids) for one in self.written)
-            num_texts = -(-num_left * len(self.written) // num_written) if num_written else 0
+            num_texts = -(-(num_tokens - num_done) * len(self.written) // num_written) if num_written else 0
             num_texts = min(max(num_texts, job.batch_size), 4 * job.batch_size)
             texts = range(self._next_text, self._next_text + num_texts)
-            batch = [
-                replace(one, first_step=self._next_step + one.first_step)
-                for one in generate_texts(job, texts, self._control)
-            ]
+            generated, first = generate_texts(job, texts, self._control), self._next_step
+            batch = [replace(one, first_step=first + one.first_step) for one in generated]
             self._next_text = texts.stop
             self._next_step = 1 + max(one.first_step + int(one.rounds[-1]) for one in batch)
-            part = observe(
-                job.decoder.target,
-                job.decoder.drafter,
-                job.effective_sampling,
-                batch,
-                seed=job.seed,
-                batch_size=job.batch_size,
-                new_constraint=job.new_constraint,
-                num_draft_tokens=job.num_draft_tokens,
-            )
+            how: dict[str, Any] = {"seed": job.seed, "batch_size": job.batch_size}
+            how |= {"new_constraint": job.new_constraint, "num_draft_tokens": job.num_draft_tokens}
+            pair = job.decoder.target, job.decoder.drafter
+            self._parts.append(observe(*pair, job.effective_sampling, batch, **how))
             self.written += batch
-            self._parts.append(part)
-            on_tokens(min(len(part), num_left))
-            self._num_told += min(len(part), num_left)
-        on_tokens(num_tokens - self._num_told)  # tokens that were left over when fewer were asked for
-        self._num_told = num_tokens
-        return join(self._parts).part(slice(num_tokens))
 
 
 @dataclass(frozen=True, slots=True)
 class Pilot:
-    """Pilot run, whose tokens are not tested.
-
-    Attributes:
-        observed: None at temperature 0.
-        seconds: per token, to generate and score it.
-    """
+    """Pilot run, whose tokens are not tested."""
 
     written: Sequence[GeneratedText]
-    observed: ObservedTokens | None
-    seconds: float
+    observed: ObservedTokens | None  # None at temperature 0
+    seconds: float  # per token, to generate and score it
 
     def num_tokens_for(self, budget_s: float) -> int:
-        return max(LEAST_NUM_TOKENS, int(_BUDGET_SHARE * budget_s / self.seconds))
+        share = 0.25  # of the time for the tested tokens; the rest is for controls and the other layers
+        return max(LEAST_NUM_TOKENS, int(share * budget_s / self.seconds))
 
     def num_tokens_to_detect(self, distance: float, level: float) -> int:
-        """Number of tokens to test so that a total variation of ``distance`` is detected.
-
-        Raises:
-            OptionError: the draft is not that far from the target, or nothing is random.
-        """
+        """Number of tokens to test so that a total variation of ``distance`` is detected. Raises OptionError: the draft
+        is not that far from the target, or nothing is random."""
         if self.observed is None:
             raise OptionError("--detect-tv", distance, "temperature 0 is deterministic; leave it out")
         drift = self.observed.drift
         needed = tokens_needed(self.observed.statistic("score"), drift, distance, level / num_tests(has_rounds=True))
         if needed is None:
-            farthest = float(drift.distances.mean())
-            raise OptionError(
-                "--detect-tv",
-                distance,
-                f"the draft itself is no farther from the target than {farthest:.3f}: choose a smaller one",
-            )
-        return max(LEAST_NUM_TOKENS, math.ceil(_SPARE * needed))
+            farthest = f"the draft itself is no farther from the target than {drift.distances.mean():.3f}"
+            raise OptionError("--detect-tv", distance, f"{farthest}: choose a smaller one")
+        return max(LEAST_NUM_TOKENS, math.ceil(1.2 * needed))  # a margin: the pilot only estimates the number
 
 
 def run_pilot(job: CertifyTask) -> Pilot:
@@ -255,9 +218,8 @@ def run_pilot(job: CertifyTask) -> Pilot:
     first = _PILOT_TEXTS + (job.batch_size if job.decoder.target.execution.is_prepared else 1)
     generate_texts(job, range(_PILOT_TEXTS, first))
     began = time.perf_counter()
-    observed = None
     if job.is_greedy:
-        written = generate_texts(job, range(first, first + job.batch_size))
+        observed, written = None, generate_texts(job, range(first, first + job.batch_size))
     else:
         sample = TokenSample(job, first_text=first)
         observed, written = sample.first(NUM_PILOT_TOKENS), sample.written
@@ -277,31 +239,26 @@ def run_checks(job: CertifyTask, pilot: Pilot) -> Checks:
         num_prompt = len(one.prompt_ids)
         text = (*one.prompt_ids, *one.token_ids)[: job.decoder.target.context_len - 3]
         contexts.append(Text(text[: max(num_prompt, len(text) * (i + 1) // _NUM_CONTEXTS)], num_prompt))
-    pair, rule = (job.decoder.target, job.decoder.drafter), RULES[job.decoder.acceptance]
-    exact = check_exactly(*pair, job.effective_sampling, rule, contexts, job.new_constraint)
+    decoder, rule = job.decoder, RULES[job.decoder.acceptance]
+    how = job.effective_sampling, rule, contexts, job.new_constraint
+    exact = check_exactly(decoder.target, decoder.drafter, *how)
     # The tasks whose output must equal plain decoding.
     tasks = [replace(job, sampling=replace(job.sampling, temperature=0.0))]
     tasks += [job] if rule.name == GUMBEL.name and not job.is_greedy else []
     plain = [_plain(task) for task in tasks]
-    return exact, [check_greedily(*one) for one in zip(tasks, plain, strict=True)], plain[0]
+    return exact, [*map(check_greedily, tasks, plain)], plain[0]
 
 
 def _plain(job: CertifyTask) -> list[list[int]]:
-    requests = [job.request(index) for index in range(len(job.prompts))]
-    return plain_texts(job.decoder.target, RULES[job.decoder.acceptance], requests, job.batch_size)
+    decoder, requests = job.decoder, [*map(job.request, range(len(job.prompts)))]
+    return plain_texts(decoder.target, RULES[decoder.acceptance], requests, job.batch_size)
 
 
-def check_greedily(job: CertifyTask, plain: Sequence[Sequence[int]], control: Control | None = None) -> GreedyReport:
+def check_greedily(job: CertifyTask, plain: Texts, control: Control | None = None) -> GreedyReport:
     """Compare the output for all prompts with plain decoding."""
     indices = range(len(job.prompts))
-    return against_plain(
-        job.decoder.target,
-        [job.request(index) for index in indices],
-        plain,
-        [one.token_ids for one in generate_texts(job, indices, control)],
-        num_draft_tokens=job.num_draft_tokens,
-        promise=job.decoder.target.same_bytes,
-    )
+    texts = [one.token_ids for one in generate_texts(job, indices, control)]
+    return against_plain(job.decoder.target, [*map(job.request, indices)], plain, texts, job.num_draft_tokens)
 
 
 def certify(
@@ -320,7 +277,7 @@ def certify(
         num_tokens: to be tested.
         checks: of ``run_checks``, which is run here without them.
         wanted: total variation that must be detectable.
-        controls: to run; None for all.
+        controls: None for all.
         on_tokens: called with the number of tokens just done: ``num_tokens`` in all for the sample and each control,
             also for one that is detected early. At temperature 0 it is not called.
     """
@@ -333,7 +290,6 @@ def certify(
         return Certificate(exact, None, [_greedy_control(job, plain, control) for control in selected], greedy)
     num_distances = 2 * job.num_draft_tokens + 2
     design = Design.of(pilot.observed, num_tokens, job.level, len(job.prompts), num_distances=num_distances)
-
     sample = TokenSample(job)
     observed = sample.first(num_tokens, on_tokens)
     statistical = design.report(observed, job.level, len(sample.written), wanted)
@@ -375,15 +331,14 @@ def run_control(
     if report.excuse is not None:
         return report, ()
     sample = TokenSample(job, control)
-    level = min(job.level, _MOST_CONTROL_LEVEL) / len(_LOOKS)
+    level = min(job.level, 1e-3) / len(_LOOKS)  # at a higher level a correct loop would sometimes raise an alarm
     for num_seen in (max(1, round(share * num_tokens)) for share in _LOOKS):
         observed = sample.first(num_seen, on_tokens)
         best = min(design.tests(observed, level), key=lambda test: test.p)
-        by, p, is_caught = best.name, best.p, best.is_alarm
         if observed["is_forbidden"].any():
-            by, p, is_caught = "forbidden tokens", 0.0, True
-        report = replace(report, is_caught=is_caught, num_tokens=num_seen, by=by, p=p)
-        if is_caught:
+            best = Finding("forbidden tokens", 0.0, 0.0)
+        report = replace(report, is_caught=best.is_alarm, num_tokens=num_seen, by=best.name, p=best.p)
+        if best.is_alarm:
             return report, sample.written
     needed = tokens_to_alarm(best.p, num_tokens, level / num_tests(has_rounds=True))
     return replace(report, num_tokens_needed=needed), sample.written
@@ -393,22 +348,19 @@ def _distance_bound(correct: Sequence[GeneratedText], written: Sequence[Generate
     """Upper bound, with probability POWER, on a mistake's mean total variation up to the first difference from the
     correct rule with the same noise: under any coupling, two distributions give the same token no more often than they
     agree (the coupling inequality)."""
-    num_apart = num_tokens = 0
-    for a, b in zip(correct, written, strict=True):
-        at = first_difference(a.token_ids, b.token_ids)
-        num_apart += at is not None
-        num_tokens += len(a.token_ids) if at is None else at + 1
-    return rate_bound(num_apart, num_tokens)
+    pairs = zip(correct, written, strict=True)
+    at = [(first_difference(a.token_ids, b.token_ids), len(a.token_ids)) for a, b in pairs]
+    apart = [index + 1 for index, _ in at if index is not None]
+    return rate_bound(len(apart), sum(apart) + sum(num for index, num in at if index is None))
 
 
-def _greedy_control(job: CertifyTask, plain: Sequence[Sequence[int]], control: Control) -> ControlReport:
-    excuse = excuse_of(job, control)
-    if excuse is not None:
-        return ControlReport(control.name, control.about, excuse)
+def _greedy_control(job: CertifyTask, plain: Texts, control: Control) -> ControlReport:
+    report = ControlReport(control.name, control.about, excuse_of(job, control))
+    if report.excuse is not None:
+        return report
     found = check_greedily(job, plain, control)
     # Deterministic; require as many tokens as above temperature 0.
-    needed = math.ceil(rate_bound(0, 1) / NEGLIGIBLE_TV)
-    if not found.differences and found.num_tokens >= needed:
-        excuse = f"it changes none of {found.num_tokens} tokens"
-    is_caught, num_tokens = not found.is_ok, found.num_tokens
-    return ControlReport(control.name, control.about, excuse, is_caught, num_tokens, "text", num_tokens_needed=needed)
+    num, needed = found.num_tokens, math.ceil(rate_bound(0, 1) / NEGLIGIBLE_TV)
+    excuse = f"it changes none of {num} tokens" if not found.differences and num >= needed else None
+    is_caught = not found.is_ok
+    return replace(report, excuse=excuse, is_caught=is_caught, num_tokens=num, by="text", num_tokens_needed=needed)

@@ -27,10 +27,11 @@ from outrider.system.files import read_text, write_whole
 from outrider.text.example_prompts import PROMPTS
 from outrider.text.tokenizer import encode
 
-_PROMPT_LEN = 16  # tokens of the user's text that the target continues
 _FILE_SIZE = 64  # sequences generated together and stored in one file; a killed process loses at most these
-_HELD_OUT = 0.05  # share of the generated sequences
-_MOST_HELD_OUT = 64  # sequences
+
+
+def _num_held_out(num_texts: int) -> int:
+    return min(max(1, round(0.05 * num_texts)), 64)
 
 
 def text_tokens(tokenizer: Any, path: Path) -> Tensor:
@@ -49,43 +50,35 @@ def generate_sequences(
     decoder: Decoder,
     text: Tensor | None,
     folder: Path,
-    *,
     num_sequences: int,
     length: int,
     seed: int,
     share: tuple[int, int] = (0, 1),
-    on_done: Callable[[int], None] | None = None,
+    on_done: Callable[[int], None] = lambda done: None,
 ) -> None:
     """Generate sequences at temperature 1 and store them; existing ones from an earlier run are reused.
 
     Args:
         decoder: with or without a draft: the output follows the target's distribution in either case.
         text: source of prompts, at random places; None: the sentences of text/example_prompts.py. [N]
-        folder: for the files.
         length: tokens per sequence, including the prompt.
         share: (i, n): only every n-th file, from the i-th on, for one of n processes.
-        on_done: called with the number of sequences just done, for a progress bar.
+        on_done: called with the number of sequences just done.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for path, indices in _files(folder, num_sequences)[share[0] :: share[1]]:
         if _stored(path, (len(indices), length)) is None:
             prompts = [_prompt(decoder, text, index, length, seed) for index in indices]
-            completions = decoder.generate(
-                prompts,
-                Sampling(),
-                max_new_tokens=[length - len(prompt) for prompt in prompts],
-                seed=[seed + index for index in indices],
-                ignore_eos=True,
-                num_slots=len(prompts),
-            )
+            limits, seeds = [length - len(prompt) for prompt in prompts], [seed + index for index in indices]
+            how: dict[str, Any] = {"max_new_tokens": limits, "seed": seeds, "ignore_eos": True}
+            completions = decoder.generate(prompts, Sampling(), **how, num_slots=len(prompts))
             rows = [[*prompt, *done.token_ids] for prompt, done in zip(prompts, completions, strict=True)]
-            tensors = {"ids": torch.tensor(rows), "num_given": torch.tensor([len(prompt) for prompt in prompts])}
+            tensors = {"ids": torch.tensor(rows), "num_given": torch.tensor([*map(len, prompts)])}
             write_whole(path, save(tensors))
-        if on_done is not None:
-            on_done(len(indices))
+        on_done(len(indices))
 
 
-def read_sequences(folder: Path, *, num_sequences: int, length: int) -> tuple[Tensor, list[Text]]:
+def read_sequences(folder: Path, num_sequences: int, length: int) -> tuple[Tensor, list[Text]]:
     """Read the sequences that all processes have generated; the last ones are held out, to be scored after their
     prompts: [M, length], and texts. Raises FileError: a file is missing or damaged."""
     parts = []
@@ -95,32 +88,27 @@ def read_sequences(folder: Path, *, num_sequences: int, length: int) -> tuple[Te
             raise FileError(f"{path} cannot be read: remove it and start again")
         parts.append(part)
     written, num_given = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
-    num_held = min(max(1, round(_HELD_OUT * len(written))), _MOST_HELD_OUT)
-    pairs = zip(written[-num_held:].tolist(), num_given[-num_held:].tolist(), strict=True)
-    return written[:-num_held], [Text(ids, given) for ids, given in pairs]
+    num_held = _num_held_out(len(written))
+    return written[:-num_held], [*map(Text, written[-num_held:].tolist(), num_given[-num_held:].tolist())]
 
 
 def _files(folder: Path, num_sequences: int) -> list[tuple[Path, range]]:
-    begins = range(0, num_sequences, _FILE_SIZE)
-    return [
-        (folder / f"written-{begin:07d}.safetensors", range(begin, min(begin + _FILE_SIZE, num_sequences)))
-        for begin in begins
-    ]
+    parts = [range(num_sequences)[begin : begin + _FILE_SIZE] for begin in range(0, num_sequences, _FILE_SIZE)]
+    return [(folder / f"written-{part.start:07d}.safetensors", part) for part in parts]
 
 
 def _stored(path: Path, shape: tuple[int, int]) -> tuple[Tensor, Tensor] | None:
     try:
         tensors = load_file(path)
-        part = tensors["ids"], tensors["num_given"]
+        return (tensors["ids"], tensors["num_given"]) if tensors["ids"].shape == shape else None
     except (OSError, SafetensorError, KeyError):
         return None
-    return part if part[0].shape == shape else None
 
 
 def _prompt(decoder: Decoder, text: Tensor | None, index: int, length: int, seed: int) -> list[int]:
-    most = min(_PROMPT_LEN, length // 2)
     if text is None:
         return encode(decoder.tokenizer, PROMPTS[index % len(PROMPTS)])[: length // 2]
+    most = min(16, length // 2)  # tokens of the text that the target continues
     at = int(_random(seed, "prompt", index).integers(max(1, len(text) - most)))
     prompt: list[int] = [*beginning(decoder.tokenizer), *text[at : at + most].tolist()]
     return prompt[: length // 2]
@@ -142,21 +130,14 @@ def _random(seed: int, what: str, index: int) -> np.random.Generator:
 
 @dataclass(frozen=True)
 class Mixture:
-    """Endless training sequences: sequence i is a function of the seed and i alone.
+    """Endless training sequences: sequence i is a function of the seed and i alone."""
 
-    Attributes:
-        text: [N], or None.
-        written: sequences generated by the target. [M, length]
-        written_fraction: probability of drawing a generated sequence.
-        beginning: tokens put before every piece of the text.
-    """
-
-    text: Tensor | None
-    written: Tensor
+    text: Tensor | None  # [N]
+    written: Tensor  # sequences generated by the target [M, length]
     length: int
-    written_fraction: float
+    written_fraction: float  # probability of drawing a generated sequence
     seed: int
-    beginning: Sequence[int] = ()
+    beginning: Sequence[int] = ()  # tokens put before every piece of the text
 
     def __post_init__(self) -> None:
         if self.text is not None and len(self.text) < self.length:
@@ -170,32 +151,22 @@ class Mixture:
 
     def __getitem__(self, index: int) -> Tensor:
         random = _random(self.seed, "sequence", index)
-        is_written = random.random() < self.written_fraction
-        if is_written or self.text is None:
-            ids = self.written[random.integers(len(self.written))]
-        else:
-            size = self.length - len(self.beginning)
-            at = random.integers(len(self.text) - size + 1)
-            ids = torch.cat((torch.tensor(self.beginning, dtype=torch.long), self.text[at : at + size]))
-        return ids
+        if random.random() < self.written_fraction or self.text is None:
+            return self.written[random.integers(len(self.written))]
+        size = self.length - len(self.beginning)
+        at = random.integers(len(self.text) - size + 1)
+        return torch.cat((torch.tensor(self.beginning, dtype=torch.long), self.text[at : at + size]))
 
 
 def pack(texts: Sequence[Text], length: int, seed: int) -> tuple[Tensor, list[Text]]:
     """Hold out some texts, and join the others, in random order, to sequences of equal length; the rest is left out. A
-    sequence may begin within a text.
-
-    Args:
-        texts: prompts with their outputs.
+    sequence may begin within a text. Raises OptionError: the texts, prompts with their outputs, are too few or short.
 
     Returns:
         [M, length], and the held-out texts, cut to ``length``: those with a prompt that leaves room for output.
-
-    Raises:
-        OptionError: the texts are too few, or too short.
     """
     order = _random(seed, "order", 0).permutation(len(texts)).tolist()
-    num_held = min(max(1, round(_HELD_OUT * len(texts))), _MOST_HELD_OUT)
-    held_out = [i for i in order if texts[i].num_given < length][:num_held]
+    held_out = [i for i in order if texts[i].num_given < length][: _num_held_out(len(texts))]
     ids = torch.tensor([token for i in order if i not in held_out for token in texts[i].ids], dtype=torch.long)
     num = len(ids) // length
     if not held_out or not num:

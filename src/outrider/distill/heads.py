@@ -36,23 +36,17 @@ from outrider.runtime.lm import LM
 from outrider.runtime.vocabulary import spread
 
 _BATCH = 8  # sequences whose alpha is measured together
-_SPREAD = 0.02  # standard deviation of initial weights, as in Llama
 
 
 def default_features(num_layers: int) -> tuple[int, int, int]:
     """Hidden states that a head reads: those of EAGLE-3; in a shallow target the inputs of other layers."""
-    usual = (2, num_layers // 2, num_layers - 3)
-    shallow = (min(1, num_layers - 1), num_layers // 2, num_layers - 1)
-    return usual if usual[0] < usual[1] < usual[2] else shallow
+    first, middle, last = 2, num_layers // 2, num_layers - 3
+    return (first, middle, last) if first < middle < last else (min(1, num_layers - 1), middle, num_layers - 1)
 
 
 def unroll(head: Head, ids: Tensor, target_logits: Tensor, features: Tensor, depth: int) -> Iterator[Pair]:
-    """Follow rounds along sequences.
-
-    Args:
-        ids: [B, T]
-        target_logits, features: of the target along them. [B, T, V], [B, T, F]
-        depth: drafted tokens.
+    """Follow rounds of ``depth`` drafted tokens along sequences [B, T], with the target's logits [B, T, V] and features
+    [B, T, F].
 
     Yields:
         For each drafted token d = 0, 1, ...: logits of the target [B, T-1-d, V] and of the head [B, T-1-d, D], for the
@@ -73,14 +67,12 @@ def unroll(head: Head, ids: Tensor, target_logits: Tensor, features: Tensor, dep
 
 
 def new_eagle3(target: LM, token_ids: Tensor | None, seed: int) -> Eagle3Head:
-    """Create an EAGLE-3 head of one layer for a target, in float32.
+    """Create an EAGLE-3 head of one layer for a target, in float32. It drafts the tokens with these ids, ascending, or
+    all.
 
     It begins with the deepest of the target's states, and with the target's norm and LM head, which turn that state
     into logits; its layer is random. Its embedding is the target's: seen, and not a part of it, so that it is neither
     trained nor stored.
-
-    Args:
-        token_ids: the target's ids of its tokens, ascending; None for all. D numbers
     """
     check_target(target)
     model, size = target.model, embedding_of(target).shape[1]
@@ -116,7 +108,7 @@ def new_eagle3(target: LM, token_ids: Tensor | None, seed: int) -> Eagle3Head:
         elif weight.ndim == 1:  # of a norm
             tensors[name] = torch.ones(weight.shape)
         else:
-            tensors[name] = _SPREAD * torch.randn(weight.shape, generator=generator)
+            tensors[name] = 0.02 * torch.randn(weight.shape, generator=generator)  # as in Llama
     head.load_state_dict(tensors, assign=True)
     head.register_buffer("token_ids", token_ids, persistent=False)
     return head.to(target.device)
@@ -136,11 +128,7 @@ class _Unrolled(nn.Module):
 
 
 class HeadStudent(Student):
-    """An EAGLE-3 head, from ``new_eagle3``.
-
-    Args:
-        depth: tokens of a round that it is trained to draft.
-    """
+    """An EAGLE-3 head, from ``new_eagle3``, that is trained to draft ``depth`` tokens of a round."""
 
     later = 0.8  # Li et al.
 
@@ -164,18 +152,16 @@ class HeadStudent(Student):
         head = drafter.models[0].model
         sums: list[Tensor] = []  # of alpha over the tokens of each text, and their number [K, 2, B]
         for begin in range(0, len(texts), _BATCH):
-            batch = texts[begin : begin + _BATCH]
-            rows = [torch.tensor(text.ids) for text in batch]
-            ids = pad_sequence(rows, batch_first=True).to(self.target.device)  # nothing reads what comes later
-            num_given = torch.tensor([[text.num_given] for text in batch], device=ids.device)
-            ends = torch.tensor([[len(row)] for row in rows], device=ids.device)
-            found = []
+            batch, found = texts[begin : begin + _BATCH], []
+            ids = pad_sequence([torch.tensor(text.ids) for text in batch], batch_first=True)  # padding is not read
+            ids = ids.to(self.target.device)
+            ends = torch.tensor([(text.num_given, len(text.ids)) for text in batch], device=ids.device)
             steps = unroll(head, ids, *read_target(self.target, ids, head.features), self.depth)
             for d, (target_logits, logits) in enumerate(steps):
                 logits = spread(logits, head.token_ids, self.target.vocab_size)
                 both = overlap(target_logits.float().softmax(-1), logits.float().softmax(-1))
                 places = torch.arange(2, 2 + both.shape[1], device=ids.device)  # of the first drafted tokens
-                is_scored = (places >= num_given) & (places + d <= ends)
+                is_scored = (places >= ends[:, :1]) & (places + d <= ends[:, 1:])
                 found.append(torch.stack((torch.where(is_scored, both, 0.0).sum(1), is_scored.sum(1))))
             sums.append(torch.stack(found).to("cpu", torch.float64))
         by_text = torch.cat(sums, dim=-1)
@@ -191,15 +177,11 @@ class HeadStudent(Student):
             ids = head.token_ids.cpu()
             is_known = torch.zeros(head.config.vocab_size, dtype=torch.bool).index_fill_(0, ids, True)
             tensors |= {"d2t": ids - torch.arange(len(ids)), "t2d": is_known}
-        own = head.config.to_dict()
-        for key in ("_name_or_path", "architectures", "dtype", "transformers_version"):
-            own.pop(key, None)
-        proposal = {
-            "proposal_type": "greedy",  # the only one that the format has
-            "speculative_tokens": self.depth,
-            "verifier_accept_k": 1,
-            "accept_tolerance": 0.0,
-        }
+        left_out = "_name_or_path", "architectures", "dtype", "transformers_version"
+        own = {key: value for key, value in head.config.to_dict().items() if key not in left_out}
+        # "greedy" is the only type that the format has.
+        proposal = {"proposal_type": "greedy", "speculative_tokens": self.depth}
+        proposal |= {"verifier_accept_k": 1, "accept_tolerance": 0.0}
         stated = {
             "speculators_version": "0.9.0",
             "speculators_config": {

@@ -36,8 +36,7 @@ from outrider.runtime.modules import recorded_states
 _FUSED = ("qkv", "query_key_value", "gate_up", "c_attn", "Wqkv", "att_proj")
 _LAYER = re.compile(r"^(.*\.(?:layers|h|blocks)\.)(\d+)(\..*)$")  # weight names in most of Transformers
 
-TOKENS = "tokens.jsonl"
-"""File of the tokens that a draft model with a reduced vocabulary drafts."""
+TOKENS = "tokens.jsonl"  # file of the tokens that a draft model with a reduced vocabulary drafts
 
 Pair = tuple[Tensor, Tensor]
 Shape = tuple[int, int]
@@ -47,12 +46,8 @@ Shape = tuple[int, int]
 def read_target(
     target: LM, ids: Tensor, features: Sequence[int] = (), token_ids: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Logits of a target after each token, and its hidden states: [B, T] -> [B, T, D], [B, T, F]
-
-    Args:
-        features: the hidden states; index i is the input of decoder layer i.
-        token_ids: the tokens whose logits are wanted; None for all. D numbers
-    """
+    """Logits of a target after each token, of these token ids or all; and its hidden states, of which index i is the
+    input of decoder layer i. [B, T] -> [B, T, D], [B, T, F]"""
     with torch.no_grad(), recorded_states(target.model, features) as found:
         logits = target.model(input_ids=ids, use_cache=False).logits[..., : target.vocab_size].to(ids.device)
     states = [found[i].to(ids.device) for i in features]
@@ -64,7 +59,6 @@ class Student(ABC):
     """A draft in training.
 
     Attributes:
-        target: what it is trained for.
         module: what the trainer runs, trains and stores, in float32; it takes ``input_ids`` [B, T].
         later: weight of the loss at a drafted token, over that at the one before it: rounds often end before them.
     """
@@ -75,11 +69,7 @@ class Student(ABC):
 
     @abstractmethod
     def pairs(self, outputs: Any, ids: Tensor) -> Sequence[Pair]:
-        """Logits of the target and of the draft at the same positions.
-
-        Args:
-            outputs: of the module.
-            ids: what it was given. [B, T]
+        """Logits of the target and of the draft at the same positions, from the outputs of the module for ids [B, T].
 
         Returns:
             [B, T', D] and [B, T', D], for the first drafted token of a round, the second, ...; for a draft that reads
@@ -92,14 +82,8 @@ class Student(ABC):
 
     @abstractmethod
     def alphas(self, drafter: Drafter, texts: Sequence[Text]) -> tuple[Interval, ...]:
-        """alpha on texts, for the first drafted token of a round, the second, ... as in ``pairs``.
-
-        Args:
-            drafter: from ``as_stored``.
-
-        Raises:
-            NumericsError: there is no distribution at some position.
-        """
+        """alpha of a drafter from ``as_stored`` on texts, for the first drafted token of a round, the second, ... as in
+        ``pairs``. Raises NumericsError: there is no distribution at some position."""
 
     @abstractmethod
     def save(self, folder: Path, dtype: torch.dtype) -> None:
@@ -128,12 +112,8 @@ class _FewTokens(nn.Module):
 
 
 class ModelStudent(Student):
-    """A draft model.
-
-    Args:
-        model: a Hugging Face model in float32, with the target's tokens.
-        token_ids: the tokens that it drafts, ascending; None for all. Its files have the others, too. D numbers
-    """
+    """A draft model, in float32, with the target's tokens. It drafts those of ``token_ids``, ascending, or all; its
+    files have the others, too."""
 
     def __init__(self, target: LM, model: Any, tokenizer: Any, token_ids: Tensor | None = None) -> None:
         self.target, self.module = target, model if token_ids is None else _FewTokens(model, token_ids)
@@ -182,17 +162,15 @@ def draft_config(target_config: Any, shape: Shape) -> Any:
     if getattr(config, "quantization_config", None) is not None:
         del config.quantization_config  # a draft is trained in full precision
     num_heads, num_kv = source.num_attention_heads, getattr(source, "num_key_value_heads", None)
-    config.num_hidden_layers = num_layers
-    config.hidden_size = hidden_size
+    config.num_hidden_layers, config.hidden_size = num_layers, hidden_size
     config.num_attention_heads = max(1, round(num_heads * hidden_size / source.hidden_size))
     if getattr(source, "head_dim", None) is None and hidden_size * num_heads % source.hidden_size:
         # Heads keep their size, so that they can be copied from the target.
         raise OptionError("hidden_size", hidden_size, f"a multiple of {head_size(source)}, the target's head size")
     if num_kv is not None:
         # As many query heads per key head as in the target, if divisible; otherwise one.
-        per_key = num_heads // num_kv
-        is_whole = config.num_attention_heads % per_key == 0
-        config.num_key_value_heads = config.num_attention_heads // (per_key if is_whole else 1)
+        num, per_key = config.num_attention_heads, num_heads // num_kv
+        config.num_key_value_heads = num // per_key if num % per_key == 0 else num
     if getattr(source, "intermediate_size", None) is not None:
         in_proportion = source.intermediate_size * hidden_size / source.hidden_size
         config.intermediate_size = max(16, round(in_proportion / 16) * 16)
@@ -202,34 +180,29 @@ def draft_config(target_config: Any, shape: Shape) -> Any:
 
 
 def head_size(config: Any) -> int:
-    size: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return size
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
 def kept_layers(num_target_layers: int, num_layers: int) -> list[int]:
     """Indices of the target's layers that initialise a draft: evenly spaced, including the first and the last."""
-    if num_layers == 1:
-        return [0]
-    return [round(i * (num_target_layers - 1) / (num_layers - 1)) for i in range(num_layers)]
+    return [round(i * (num_target_layers - 1) / max(1, num_layers - 1)) for i in range(num_layers)]
 
 
 def new_draft(target_config: Any, shape: Shape, seed: int) -> Any:
     """Create a draft with random weights, in float32."""
+    config = draft_config(target_config, shape)
     with torch.random.fork_rng(devices=[]):  # weights are created on the CPU
         torch.manual_seed(seed)
-        config = draft_config(target_config, shape)
         return auto_class("the draft", config).from_config(config, dtype=torch.float32, trust_remote_code=False)
 
 
 @torch.no_grad()
 def copy_slices(target: Any, draft: Any) -> None:
-    """Initialise from the target: the leading part of every weight, from some of its layers.
+    """Initialise from the target: the leading part of every weight, from some of its layers. Raises OptionError: some
+    of the target's weights cannot be sliced.
 
     The leading features and heads of the target become those of the draft. That is not a good model, but a better start
     than random weights (its embeddings relate to each other like the target's).
-
-    Raises:
-        OptionError: some of the target's weights cannot be sliced.
     """
     source = widened_weights(target)
     num_target = target.config.get_text_config(decoder=True).num_hidden_layers
@@ -238,11 +211,10 @@ def copy_slices(target: Any, draft: Any) -> None:
     for name, weight in draft.state_dict().items():
         match = _LAYER.match(name)
         whole = source.get(name if match is None else f"{match[1]}{layers[int(match[2])]}{match[3]}")
-        is_fused = any(part in name for part in _FUSED) and whole is not None and whole.shape != weight.shape
-        fits = whole is not None and whole.is_floating_point() and whole.ndim == weight.ndim
-        if whole is None or is_fused or not fits or any(a < b for a, b in zip(whole.shape, weight.shape, strict=True)):
-            raise OptionError(
-                "init", "target", f"{type(target).__name__} has nothing to copy for the draft's {name}: use scratch"
-            )
-        parts[name] = whole[tuple(slice(size) for size in weight.shape)]
+        part = None if whole is None else whole[tuple(slice(size) for size in weight.shape[: whole.ndim])]
+        is_fused = any(fused in name for fused in _FUSED) and whole is not None and whole.shape != weight.shape
+        if part is None or is_fused or not part.is_floating_point() or part.shape != weight.shape:
+            kind = type(target).__name__
+            raise OptionError("init", "target", f"{kind} has nothing to copy for the draft's {name}: use scratch")
+        parts[name] = part
     draft.load_state_dict(parts)

@@ -33,12 +33,9 @@ from outrider.measure.teacher_forcing import Text
 from outrider.models.reading import without_bars
 from outrider.records import Interval
 from outrider.sampling.rules import REJECTION
-from outrider.system.files import write_whole
+from outrider.system.files import parse_row, read_bytes, write_whole
 
-_NUM_CHECKS = 20  # evaluations of alpha in a run
-_WARM_UP, _DECAY = 0.02, 0.6  # shares of the budget in which the learning rate rises, and falls to zero
-_PROGRESS = ("num_steps", "seconds", "num_idle", "best_alpha", "losses")  # in a checkpoint, besides the checks
-_LK_DECAY = 3.0
+_PROGRESS = "num_steps", "seconds", "num_idle", "best_alpha", "losses"  # in a checkpoint, besides the checks
 _LOSS_NUMBERS = 2**26  # logits per piece of the loss: 256 MiB, several times over
 
 
@@ -74,7 +71,7 @@ def lk(target_logits: Tensor, draft_logits: Tensor) -> Tensor:
     one position.
     """
     missed = tv(target_logits, draft_logits)
-    weight = torch.exp(-_LK_DECAY * (1 - missed.detach()))
+    weight = torch.exp(-3.0 * (1 - missed.detach()))
     return weight * kl(target_logits, draft_logits) + (1 - weight) * missed
 
 
@@ -84,29 +81,22 @@ LOSSES: dict[str, Loss] = {"kl": kl, "tv": tv, "lk": lk}
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """Budget and hyperparameters of training.
-
-    Attributes:
-        num_steps, seconds: the budget, one of the two.
-        loss: a key of ``LOSSES``.
-        patience: stop after this many checks in a row without a better alpha.
-        save_s: approximate seconds between checkpoints.
-    """
+    """Budget, in steps or seconds, and hyperparameters of training."""
 
     num_steps: int | None = None
     seconds: float | None = None
     loss: str = "kl"
     batch_size: int = 8
     learning_rate: float = 2e-3
-    patience: int = 8
+    patience: int = 8  # stop after this many checks in a row without a better alpha
     seed: int = 0
-    save_s: float = 120.0
+    save_s: float = 120.0  # between checkpoints, approximately
 
     def __post_init__(self) -> None:
         budget = self.seconds if self.num_steps is None else self.num_steps
-        if (self.num_steps is None) == (self.seconds is None):
-            raise OptionError("steps", self.num_steps, "either --steps or --minutes")
+        is_one = (self.num_steps is None) != (self.seconds is None)
         for name, value, is_right, remedy in (
+            ("steps", self.num_steps, is_one, "either --steps or --minutes"),
             ("steps", budget, 0 < (budget or 0) < math.inf, "steps or minutes above 0"),
             ("loss", self.loss, self.loss in LOSSES, f"choose one of {', '.join(LOSSES)}"),
             ("batch_size", self.batch_size, self.batch_size >= 1, "a whole number >= 1"),
@@ -123,20 +113,17 @@ class Check:
     """Evaluation of the draft.
 
     Attributes:
-        seconds: of training so far.
-        loss: mean since the last check; None at the beginning.
         alphas: alpha of the weights as stored, on the held-out sequences, with an interval over them: for the first
             drafted token of a round, the second, ... The last one holds for all later tokens too.
-        k: best predicted K; 0 is plain decoding.
         tokens_per_s: prediction for this K: tau(K) for these alphas at every place, over the cost of a round, timed at
             the beginning with the models of the training (eager, a draft model in float32).
     """
 
     step: int
     seconds: float
-    loss: float | None
+    loss: float | None  # mean since the last check; None at the beginning
     alphas: tuple[Interval, ...]
-    k: int
+    k: int  # the best, by prediction; 0 is plain decoding
     tokens_per_s: float
 
     @property
@@ -156,22 +143,19 @@ def distil(
     on_step: Callable[[float], None] = lambda spent: None,
     on_check: Callable[[Check], None] = lambda check: None,
 ) -> list[Check]:
-    """Train a draft in place, and store its best weights in ``output``.
+    """Train a draft in place, and store its best weights in ``output``. Returns all checks, including those before an
+    interruption. The first precedes training.
 
     Args:
         output: becomes a checkpoint, in ``save_dtype``; the state for resuming is in ``output/training``.
         held_out: sequences to measure alpha on.
         on_step: called with the fraction of the budget that is spent.
         on_check: called with each check.
-
-    Returns:
-        All checks, including those before an interruption. The first precedes training.
     """
     run = _Run(student, output, held_out, recipe, save_dtype, on_check)
     device = student.target.device
-    optimizer = torch.optim.AdamW(
-        student.module.to(device).parameters(), lr=recipe.learning_rate, betas=(0.9, 0.95), weight_decay=0.0
-    )
+    parameters = student.module.to(device).parameters()
+    optimizer = torch.optim.AdamW(parameters, lr=recipe.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
     run.resume(optimizer)
     if run.is_over():
         return run.checks
@@ -241,11 +225,11 @@ class _Run:
 
     def advance(self, loss: float, step_s: float) -> bool:
         """Count a step. Returns whether a check is due."""
-        before = self.spent
+        before, num_checks = self.spent, 20
         self.num_steps += 1
         self.seconds += step_s
         self.losses.append(loss)
-        return math.floor(before * _NUM_CHECKS) < math.floor(self.spent * _NUM_CHECKS)
+        return math.floor(before * num_checks) < math.floor(self.spent * num_checks)
 
     def check(self) -> None:
         student = self.student
@@ -260,13 +244,12 @@ class _Run:
             alphas = (Interval(0.0, 0.0, 0.0, 0.95),)
         alphas = _of_first(alphas)
         tau = expected_tokens([alphas[min(i, len(alphas) - 1)].value for i in range(max(self.costs))])
-        best_k = max(sorted(self.costs), key=lambda k: tau[k] / self.costs[k])
+        speeds = {k: tau[k] / self.costs[k] for k in sorted(self.costs)}
+        k = max(speeds, key=speeds.__getitem__)
         loss = sum(self.losses) / len(self.losses) if self.losses else None
-        tokens_per_s = tau[best_k] / self.costs[best_k]
-        found = Check(self.num_steps, self.seconds, loss, alphas, best_k, tokens_per_s)
-        self.losses = []
+        found = Check(self.num_steps, self.seconds, loss, alphas, k, speeds[k])
         self.checks.append(found)
-        self.num_idle += 1
+        self.losses, self.num_idle = [], self.num_idle + 1
         if found.mean_alpha > self.best_alpha:
             self.best_alpha, self.num_idle = found.mean_alpha, 0
             if PartialState().is_main_process:
@@ -285,15 +268,17 @@ class _Run:
 
     def save(self, optimizer: Any) -> None:
         """Replace the checkpoint. In several processes only the first writes."""
-        if PartialState().is_main_process:
-            state = {"module": self.student.module.state_dict(), "optimizer": optimizer.state_dict()}
-            checks = {"checks": [asdict(check) for check in self.checks]}
-            part = self.checkpoint.with_suffix(".part")
-            with part.open("wb") as stream:
-                torch.save(state | {"progress": {name: getattr(self, name) for name in _PROGRESS} | checks}, stream)
-                stream.flush()
-                os.fsync(stream.fileno())  # or a loss of power could leave a damaged checkpoint
-            part.replace(self.checkpoint)
+        if not PartialState().is_main_process:
+            return
+        progress: dict[str, Any] = {name: getattr(self, name) for name in _PROGRESS}
+        progress["checks"] = [asdict(check) for check in self.checks]
+        state = {"module": self.student.module.state_dict(), "optimizer": optimizer.state_dict(), "progress": progress}
+        part = self.checkpoint.with_suffix(".part")
+        with part.open("wb") as stream:
+            torch.save(state, stream)
+            stream.flush()
+            os.fsync(stream.fileno())  # or a loss of power could leave a damaged checkpoint
+        part.replace(self.checkpoint)
 
     def resume(self, optimizer: Any) -> None:
         """Go on from the checkpoint, if there is one. Raises FileError."""
@@ -306,12 +291,12 @@ class _Run:
             raise FileError(f"{self.checkpoint} cannot be read ({error}): remove it to start again") from None
         self.student.module.load_state_dict(state["module"])
         optimizer.load_state_dict(state["optimizer"])
-        self.checks = [
-            Check(**{**one, "alphas": tuple(Interval(**alpha) for alpha in one["alphas"])})
-            for one in state["progress"]["checks"]
-        ]
+        progress = state["progress"]
+        for one in progress["checks"]:
+            alphas = tuple(Interval(**alpha) for alpha in one["alphas"])
+            self.checks.append(Check(**one | {"alphas": alphas}))
         for name in _PROGRESS:
-            setattr(self, name, state["progress"][name])
+            setattr(self, name, progress[name])
 
 
 def _of_first(value: Any) -> Any:
@@ -337,35 +322,32 @@ def _mean(loss_of: Loss, target_logits: Tensor, draft_logits: Tensor) -> Tensor:
     def part(p: Tensor, q: Tensor) -> Tensor:
         return loss_of(p.float(), q.float()).sum()
 
-    parts = zip(torch.split(target_logits, places, 1), torch.split(draft_logits, places, 1), strict=True)
     if places >= target_logits.shape[1]:
-        sums = [part(p, q) for p, q in parts]
+        sums = [part(target_logits, draft_logits)]
     else:
+        parts = zip(torch.split(target_logits, places, 1), torch.split(draft_logits, places, 1), strict=True)
         sums = [checkpoint_part(part, p, q, use_reentrant=False) for p, q in parts]
     return torch.stack(sums).sum() / target_logits.shape[:2].numel()
 
 
 def _rate(spent: float) -> float:
-    """Factor of the learning rate: warm-up, plateau, linear decay to zero."""
-    return min(1.0, (spent + 1e-3) / _WARM_UP, (1.0 - spent) / _DECAY)
+    """Factor of the learning rate: warm-up, plateau, linear decay to zero, in 2%, 38% and 60% of the budget."""
+    return min(1.0, (spent + 1e-3) / 0.02, (1.0 - spent) / 0.6)
 
 
 def check_same_run(output: Path, settings: dict[str, Any]) -> None:
     """Store the settings of a run in its folder, or compare them with the stored ones. Raises FileError: the folder
     belongs to another run."""
     path = output / "training" / "settings.json"
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    if not path.exists():
         if (output / "config.json").exists():
-            raise FileError(f"{output} already holds a model: choose another folder") from None
+            raise FileError(f"{output} already holds a model: choose another folder")
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, json.dumps(settings, indent=2).encode())
         return
-    except (OSError, ValueError) as error:
-        raise FileError(f"cannot read {path}: {error}") from None
-    differing = sorted(key for key in settings.keys() | found.keys() if settings.get(key) != found.get(key))
+    found = parse_row(str(path), read_bytes(path))
+    differing = ", ".join(sorted(key for key in settings.keys() | found.keys() if settings.get(key) != found.get(key)))
     if differing:
         raise FileError(
-            f"{output} holds another run (its {', '.join(differing)} differ): choose another folder, or remove this one"
+            f"{output} holds another run (its {differing} differ): choose another folder, or remove this one"
         )

@@ -1,4 +1,4 @@
-"""Engines that a pair can be exported to: acceptance rules, sampling options, heads, and the folder that each reads.
+"""Export of a pair to another engine: checks, from configurations and tokenizers alone, and the folder of each engine.
 
 Facts were read in the sources of the versions named in ``ENGINES`` (docs/guides/engines.md cites the places).
 Settings that are not lossless are never written: vLLM's ``fly`` and ``synthetic``.
@@ -10,13 +10,19 @@ import json
 import shlex
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from outrider.errors import FileError
-from outrider.export.checks import DescribedModel
+from outrider.errors import FileError, OptionError, TokenizerMismatch, UnsupportedModel
+from outrider.models.heads.loading import check_runs, find_tensors, kind_of_head
+from outrider.models.heads.loading import read_config as read_head_config
+from outrider.models.kinds import head_named
+from outrider.models.loading import context_len
+from outrider.models.reading import load_tokenizer, read_config
 from outrider.models.registry import ModelSpec
 from outrider.options import Sampling
 from outrider.system.files import write_text
+from outrider.text.tokenizer import check_same_tokens
 
 # The most used text models that Outrider can load, in the registries of the versions below.
 FAMILIES = frozenset(
@@ -36,33 +42,97 @@ RULES = {
 }
 
 
+class DescribedModel(NamedTuple):
+    """Model described by its files."""
+
+    spec: ModelSpec
+    config: Any  # Hugging Face configuration of the text model
+    tokenizer: Any
+    architecture: str  # like "LlamaForCausalLM"
+    context_len: int
+    kind: str | None = None  # of a head, "eagle3" or "dflash"; None for a model
+    num_draft_tokens: int | None = None  # K that a head proposes, if stated
+    most_drafted: int | None = None  # most tokens that a head drafts in a round, if there is a limit
+
+
+Pair = tuple[DescribedModel, DescribedModel]
+"""Target and draft."""
+
+
+def describe(spec: ModelSpec) -> DescribedModel:
+    """Read configuration and tokenizer. Raises ModelError: the model is not found, or is no causal language model."""
+    config = read_config(spec)
+    if not config.architectures:
+        raise UnsupportedModel(f"{spec.name} does not name its architecture in config.json; add it there")
+    text_config = config.get_text_config(decoder=True)
+    return DescribedModel(spec, text_config, load_tokenizer(spec), config.architectures[0], context_len(config))
+
+
+def describe_head(spec: ModelSpec, target: DescribedModel) -> DescribedModel:
+    """Read the configuration of a head, whose tokens are the target's. Raises ModelError: the head cannot be found, or
+    no engine here takes heads of this kind."""
+    stated, names = read_head_config(spec.location), find_tensors(spec.location)
+    check_runs(spec.name, names, head_named(stated))
+    kind, most = kind_of_head(names.keys()), None
+    if kind == "block":
+        beyond = "a DFlash 2 head" if any(name.startswith("candidate_selector.") for name in names) else None
+        if beyond or stated.get("sample_from_anchor"):
+            thing = beyond or "a block head that samples from its anchor"
+            raise UnsupportedModel(f"{spec.name} is {thing}: EAGLE-3 and DFlash heads are exported, and no others")
+        kind, most = "dflash", stated.get("block_size", (stated.get("dflash_config") or {}).get("block_size", 16)) - 1
+    elif kind != "eagle3":
+        raise UnsupportedModel(f"{spec.name} is a head in a layout that is not exported: EAGLE-3 and DFlash heads are")
+    config = SimpleNamespace(**(stated.get("transformer_layer_config") or stated))
+    proposals = (stated.get("speculators_config") or {}).get("proposal_methods") or [{}]
+    name, k = "DFlash" if kind == "dflash" else "EAGLE-3", proposals[0].get("speculative_tokens", most)
+    return DescribedModel(spec, config, target.tokenizer, name, target.context_len, kind, k, most)
+
+
+def check_pair(pair: Pair, context: int | None, vocab_gap: int) -> int:
+    """Check that an engine can serve the pair. Returns the maximum length of a sequence. Raises TokenizerMismatch,
+    UnsupportedModel, OptionError.
+
+    Args:
+        context: requested maximum length of a sequence; None for the target's.
+        vocab_gap: largest difference of the vocabulary sizes.
+    """
+    (target, draft), names, sizes = pair, [one.spec.name for one in pair], [one.config.vocab_size for one in pair]
+    if draft.kind is not None and sizes[0] != sizes[1]:
+        raise UnsupportedModel(f"{names[1]} is for another target: it has {sizes[1]} tokens, and {names[0]} {sizes[0]}")
+    check_same_tokens(target.tokenizer, draft.tokenizer, *names)
+    if abs(sizes[0] - sizes[1]) > vocab_gap:
+        raise TokenizerMismatch(
+            f"{names[0]} has a vocab_size of {sizes[0]}, {names[1]} of {sizes[1]}, and this engine requires equal "
+            "sizes: choose another draft, or pad the smaller embedding"
+        )
+    most = target.context_len if context is None else context
+    for name, own, remedy in (
+        (names[0], target.context_len, ""),
+        (names[1], draft.context_len, f": set --context {draft.context_len}"),
+    ):
+        if most > own:
+            raise OptionError("--context", most, f"{name} takes {own} tokens{remedy}")
+    return most
+
+
 class Engine(NamedTuple):
     """An inference engine.
 
     Attributes:
-        name: display name.
-        version: the version whose sources were read.
-        rules: a key of ``RULES`` for each setting of the engine.
-        options: fields of ``Sampling`` that the engine supports exactly with a draft.
         files: (target, draft, k, sampling, setting, context, kind of a head or None) -> the content of each file.
             Target and draft are folders beside the files, or hub ids.
-        port: default port of the server.
-        notes: for the README; by the kind of a head, those for it alone.
-        vocab_gap: largest difference of the vocabulary sizes of a pair.
-        needs_gguf: whether the engine reads GGUF files, target.gguf and draft.gguf.
-        heads: kinds of heads that it takes as drafts.
     """
 
     name: str
-    version: str
-    rules: Mapping[str, str]
-    options: frozenset[str]
+    version: str  # whose sources were read
+    rules: Mapping[str, str]  # a key of RULES for each setting of the engine
+    options: frozenset[str]  # fields of Sampling that the engine supports exactly with a draft
     files: Callable[[str, str, int, Sampling, str, int, str | None], dict[str, str]]
-    port: int
-    notes: Mapping[str | None, tuple[str, ...]]
-    heads: tuple[str, ...]
-    vocab_gap: int = 0
-    needs_gguf: bool = False
+    port: int  # default of the server
+    notes: Mapping[str | None, tuple[str, ...]]  # for the README; by the kind of a head, those for it alone
+    heads: tuple[str, ...]  # kinds of heads that it takes as drafts
+    vocab_gap: int = 0  # largest difference of the vocabulary sizes of a pair
+    needs_gguf: bool = False  # whether the engine reads GGUF files, target.gguf and draft.gguf
 
 
 def _script(*lines: str) -> str:
@@ -70,9 +140,8 @@ def _script(*lines: str) -> str:
     return "\n".join(["#!/bin/sh", "set -eu", 'cd "$(dirname "$0")"', " \\\n  ".join(lines), ""])
 
 
-def _lines(values: Mapping[str, Any]) -> str:
-    entries = ",\n".join(f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in values.items())
-    return f"{{\n{entries}\n}}\n"
+def _json(values: Mapping[str, Any]) -> str:
+    return json.dumps(values, indent=2) + "\n"
 
 
 def _vllm_files(
@@ -99,7 +168,7 @@ def _vllm_files(
     for name in ("presence_penalty", "frequency_penalty"):
         if (value := getattr(sampling, name)) != 0:
             body[name] = value
-    return {"speculative.json": _lines(config), "serve.sh": script, "request.json": _lines(body)}
+    return {"speculative.json": _json(config), "serve.sh": script, "request.json": _json(body)}
 
 
 def _llama_cpp_files(
@@ -122,7 +191,7 @@ def _llama_cpp_files(
         # Over the whole sequence, as in Transformers.
         f"--repeat-penalty {sampling.repetition_penalty:g} --repeat-last-n {context}",
     )
-    return {"serve.sh": script, "request.json": _lines({"prompt": "Once upon a time", "max_tokens": 128})}
+    return {"serve.sh": script, "request.json": _json({"prompt": "Once upon a time", "max_tokens": 128})}
 
 
 ENGINES = {
@@ -174,97 +243,75 @@ ENGINES = {
 
 
 def write_folder(
-    output: Path,
-    engine: Engine,
-    target: DescribedModel,
-    draft: DescribedModel,
-    k: int,
-    sampling: Sampling,
-    setting: str,
-    context: int,
+    output: Path, engine: Engine, pair: Pair, k: int, sampling: Sampling, setting: str, context: int
 ) -> list[str]:
-    """Write all files. Checkpoints are linked, or referred to by hub id; for llama.cpp a script converts them.
+    """Write all files, and return their names, links included. Checkpoints are linked, or referred to by hub id; for
+    llama.cpp a script converts them. Raises FileError.
 
     Args:
         setting: the engine's own name of the acceptance rule, a key of its ``rules``.
         context: maximum length of a sequence.
-
-    Returns:
-        The names of the files, links included.
-
-    Raises:
-        FileError: the folder cannot be written, or contains other files with these names.
     """
+    target, draft = pair
     models = {"target": target.spec, "draft": draft.spec}
     names = [str(spec.hub) if spec.path is None else name for name, spec in models.items()]
     files = engine.files(names[0], names[1], k, sampling, setting, context, draft.kind)
-    links = []
+    folders = {name: spec.path for name, spec in models.items() if spec.path is not None and not engine.needs_gguf}
     try:
         output.mkdir(parents=True, exist_ok=True)
-        for name, spec in models.items():
-            if spec.path is not None and not engine.needs_gguf:
-                link = output / name
-                if link.is_symlink():
-                    link.unlink()
-                elif link.exists():
-                    raise FileError(f"{link} already exists and is not a link: choose another folder, or remove it")
-                link.symlink_to(spec.path.resolve(), target_is_directory=True)
-                links.append(name)
+        for name, path in folders.items():
+            link = output / name
+            if link.is_symlink():
+                link.unlink()
+            elif link.exists():
+                raise FileError(f"{link} already exists and is not a link: choose another folder, or remove it")
+            link.symlink_to(path.resolve(), target_is_directory=True)
     except OSError as error:
         raise FileError(f"cannot write {output}: {error.strerror}") from None
     if engine.needs_gguf:
         head_of = target.spec if draft.kind is not None else None
         commands = [*_conversion("target", target.spec), *_conversion("draft", draft.spec, head_of)]
         files["convert.sh"] = "\n".join(["#!/bin/sh", "set -eu", *commands, ""])
-    written = sorted([*files, "README.md", *links])
-    rule = engine.rules[setting]
+    written = sorted([*files, "README.md", *folders])
+    rule, version = engine.rules[setting], f"{engine.name} {engine.version}"
     tau = "At temperature 0 all lossless acceptance rules are equal."
     if sampling.temperature > 0:
         tau = "This is lossless, but tau (tokens per round) depends on the rule; other engines differ."
     name = f"{draft.spec.name}:greedy" if rule == "greedy" else draft.spec.name
     architectures = {target.architecture} | ({draft.architecture} if draft.kind is None else set())
-    known = f"{' and '.join(sorted(architectures))}: known to {engine.name} {engine.version}."
+    known = f"{' and '.join(sorted(architectures))}: known to {version}."
     if unknown := sorted(architectures - FAMILIES):
         known = f"**{' and '.join(unknown)}: not among the architectures checked** in {engine.version}."
-    sizes = target.config.vocab_size, draft.config.vocab_size
-    checked = [
-        f"The head is for a target of {sizes[1]} tokens."
-        if draft.kind
-        else "Both tokenizers have the same tokens under the same ids.",
-        f"vocab_size {sizes[0]} and {sizes[1]}; context {target.context_len} and {draft.context_len}.",
-        known,
-    ]
-    url = f"http://127.0.0.1:{engine.port}/v1/completions"
-    lines = [
-        f"# {target.spec.name} with the draft {draft.spec.name}, for {engine.name}",
-        "",
-        f"Written by `outrider export` from the sources of {engine.name} {engine.version}.",
-        "",
-        "    sh serve.sh",
-        f"    curl {url} -H 'Content-Type: application/json' -d @request.json",
-        "",
-        f"Files: {', '.join(written)}.",
-        *(
-            ["`target` and `draft` are links to the checkpoints; `cp -rL` copies the folder with them."]
-            if links
-            else []
-        ),
-        "",
-        "## Acceptance",
-        "",
-        f"{engine.name} accepts a drafted token with probability {RULES[rule]}.",
-        tau,
-        f"K = {k}. `outrider replay LOG --draft {name} --acceptance rejection` predicts tau for every K.",
-        "",
-        "## Checked",
-        "",
-        *(f"- {line}" for line in checked),
-        "",
-        "## Notes",
-        "",
-        *(f"- {note}" for kind in dict.fromkeys((None, draft.kind)) for note in engine.notes.get(kind, ())),
-    ]
-    files["README.md"] = "\n".join(lines) + "\n"
+    sizes, tokens = [one.config.vocab_size for one in pair], "Both tokenizers have the same tokens under the same ids."
+    if draft.kind:
+        tokens = f"The head is for a target of {sizes[1]} tokens."
+    of_links = "`target` and `draft` are links to the checkpoints; `cp -rL` copies the folder with them.\n"
+    notes = "".join(f"- {note}\n" for kind in dict.fromkeys((None, draft.kind)) for note in engine.notes.get(kind, ()))
+    files["README.md"] = f"""\
+# {target.spec.name} with the draft {draft.spec.name}, for {engine.name}
+
+Written by `outrider export` from the sources of {version}.
+
+    sh serve.sh
+    curl http://127.0.0.1:{engine.port}/v1/completions -H 'Content-Type: application/json' -d @request.json
+
+Files: {", ".join(written)}.
+{of_links if folders else ""}
+## Acceptance
+
+{engine.name} accepts a drafted token with probability {RULES[rule]}.
+{tau}
+K = {k}. `outrider replay LOG --draft {name} --acceptance rejection` predicts tau for every K.
+
+## Checked
+
+- {tokens}
+- vocab_size {sizes[0]} and {sizes[1]}; context {target.context_len} and {draft.context_len}.
+- {known}
+
+## Notes
+
+{notes}"""
     for name, text in files.items():
         write_text(output / name, text)
         if name.endswith(".sh"):

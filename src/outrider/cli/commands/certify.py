@@ -9,20 +9,15 @@ from typing import Annotated, Any
 
 import typer
 
-from outrider.cli.shared.findings import report_findings, show_findings
+from outrider.cli.shared.findings import FindingsOptions
 from outrider.cli.shared.flat import flat
 from outrider.cli.shared.options import (
-    DEFAULT_SIGNIFICANCE,
     MODELS_PANEL,
     SAMPLING_PANEL,
-    BatchSizeOption,
     GenerationConfigOption,
-    HtmlOption,
-    JsonOption,
     PromptsOption,
     SamplingOptions,
     SeedOption,
-    SignificanceOption,
     StructureOptions,
     check_constraint,
     over_checkpoint,
@@ -37,7 +32,6 @@ from outrider.system.files import short_names
 
 _option = partial(typer.Option, rich_help_panel="Statistics")
 _DEFAULT_BUDGET = "5m"
-_UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
 @flat
@@ -57,7 +51,8 @@ def certify(
     max_new_tokens: Annotated[
         int, typer.Option("-n", "--max-new-tokens", help="Maximum tokens per sample.", rich_help_panel=SAMPLING_PANEL)
     ] = 64,
-    significance: SignificanceOption = DEFAULT_SIGNIFICANCE,
+    *,
+    findings: FindingsOptions,
     budget: Annotated[
         str | None, _option(help=f"Approximate time to spend: 90s, 5m. Default: {_DEFAULT_BUDGET}.")
     ] = None,
@@ -66,11 +61,8 @@ def certify(
         _option(min=1e-9, max=1, help="Total variation to detect with 99% probability; sets the sample size."),
     ] = None,
     num_tokens: Annotated[int | None, _option(help="Tokens to test, instead of --budget.")] = None,
-    batch_size: BatchSizeOption = 8,
     seed: SeedOption = 0,
     generation_config: GenerationConfigOption = "auto",
-    html: HtmlOption = None,
-    json_target: JsonOption = None,
 ) -> None:
     """Test that a draft does not change the distribution. With this pair, on this machine.
 
@@ -107,7 +99,8 @@ def certify(
     prompt_ids = encode_lines(decoder, lines, prompts)
     decoder = decoder.of_one_kind(prompt_ids)
     report_context_limit(decoder.target.name, decoder.target.context_len, prompt_ids, max_new_tokens)
-    job = CertifyTask(decoder, Sampling(**options | {"seed": None}), prompt_ids, significance, batch_size, seed)
+    how = findings.significance, findings.batch_size, seed
+    job = CertifyTask(decoder, Sampling(**options | {"seed": None}), prompt_ids, *how)
     with progress("reading checksums of the weights"):
         drafts = " ".join(weights_checksum(lm.weights) for lm in decoder.drafter.models)
         weights = {"target": weights_checksum(decoder.target.weights), "draft": drafts or None}
@@ -122,31 +115,19 @@ def certify(
     total = None if job.is_greedy else num_tokens * (1 + len(CONTROLS))
     with progress(f"generating {'' if job.is_greedy else 'with the draft, and '}with mistakes", total) as advance:
         certificate = judge(job, pilot, num_tokens, checks=checks, wanted=detect_tv, on_tokens=advance)
-    settings = options_json(
-        pair,
-        options,
-        draft=[draft],
-        num_draft_tokens=k,
-        prompts=prompts,
-        significance=significance,
-        budget=budget,
-        detect_tv=detect_tv,
-        num_tokens=num_tokens,
-        batch_size=batch_size,
-        **template.to_json(),
-    )
+    more: dict[str, Any] = {"draft": [draft], "num_draft_tokens": k, "prompts": prompts, "significance": job.level}
+    more |= {"budget": budget, "detect_tv": detect_tv, "num_tokens": num_tokens, "batch_size": job.batch_size}
+    settings = options_json(pair, options, **more, **template.to_json())
     body = certificate.to_json() | {"weights": weights, "prompts_sha256": sha256_of(job.prompts)}
     document = make_document("certify", settings, body, decoder)
     names = " with ".join(short_names([decoder.target.name, decoder.drafter.name]))
-    how = f"K = {decoder.num_draft_tokens}, temperature {job.sampling.temperature:g}"
-    about: dict[str, Any] = {"word": "CERTIFIED", "towards": "the draft", "unit": "prompt", "level": job.level}
-    about |= {"title": f"{names}, {decoder.acceptance}, {how}", "tokenizer": decoder.tokenizer}
-    show = partial(show_findings, certificate=certificate, **about)
-    report_findings(certificate, document, json_target, html, show)
+    title = f"{names}, {decoder.acceptance}, K = {decoder.num_draft_tokens}, temperature {job.sampling.temperature:g}"
+    about = {"word": "CERTIFIED", "towards": "the draft", "unit": "prompt"}
+    findings.report([(title, certificate, ())], document, tokenizer=decoder.tokenizer, **about)
 
 
 def _seconds(text: str) -> float:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([smh]?)\s*", text)
     if not match or float(match[1]) == 0:
         raise OptionError("--budget", text, "give a time, like 90s or 5m")
-    return float(match[1]) * _UNITS[match[2]]
+    return float(match[1]) * {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}[match[2]]

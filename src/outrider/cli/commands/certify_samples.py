@@ -2,48 +2,127 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, fields, replace
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
+from itertools import cycle, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outrider.cli.shared.findings import report_findings, show_findings
+from outrider.cli.shared.findings import FindingsOptions
 from outrider.cli.shared.flat import flat
-from outrider.cli.shared.options import (
-    DEFAULT_SIGNIFICANCE,
-    BatchSizeOption,
-    HtmlOption,
-    JsonOption,
-    SamplingOptions,
-    SignificanceOption,
-    check_alone,
-)
-from outrider.cli.shared.output import as_read, make_document
+from outrider.cli.shared.options import PromptsOption, SamplingOptions, check_alone, field_of
+from outrider.cli.shared.output import as_read, json_text, make_document
 from outrider.cli.shared.pair_options import MachineOptions, options_json
 from outrider.cli.shared.progress import progress
-from outrider.cli.shared.server_samples import ServerSamples
-from outrider.cli.shared.template_options import TemplateOptions
-from outrider.errors import FileError, OptionError, PromptError
+from outrider.cli.shared.template_options import TemplateOptions, encode_lines
+from outrider.errors import FileError, OptionError, PromptError, WorkerError
+from outrider.options import Sampling
 from outrider.system.files import short_name
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from outrider.certify.certificate import Certificate, ControlReport
     from outrider.certify.samples import SampledText
     from outrider.decoder import Decoder
+    from outrider.offline.endpoints import Endpoint
     from outrider.offline.jsonl import SampleLine
 
 _NAMES = tuple(field.name for field in fields(SamplingOptions))
-_OF_SERVERS = {field.name for group in (ServerSamples, TemplateOptions) for field in fields(group)}
 _COMPARED = {  # verdict on the plain server's texts, where those of the server fail
     "passed": "The plain server's texts are consistent: the reason is its speculation.",
     "failed": "The plain server's texts are not consistent either: numerics, quantization or the meaning of an option "
     "is a reason, whatever speculation adds.",
     "inconclusive": "There are too few texts of the plain server to tell whether the reason is speculation.",
 }
+
+
+_server = partial(field_of, "Server")
+
+
+@dataclass(frozen=True)
+class ServerSamples:
+    """Sampling from servers: one JSON line for each text. An interrupted run resumes."""
+
+    server: str | None = _server(
+        None,
+        "Sample from this OpenAI-compatible server into FILE first. An interrupted run resumes. The key is in "
+        "OPENAI_API_KEY.",
+        metavar="URL",
+    )
+    plain_server: str | None = _server(
+        None, "The same without speculation, for comparison: into FILE with '-plain' in its name.", metavar="URL"
+    )
+    model: str | None = _server(None, "The server's name of the model. Default: its one.", metavar="NAME")
+    engine: str = _server(
+        "auto", "The server's API: outrider, vllm, llama.cpp, llama-cpp-python, transformers, openai. auto asks it."
+    )
+    prompts: PromptsOption = None
+    num_texts: int = _server(100, "Texts to sample, over all prompts in turn.", min=2)
+    max_new_tokens: int = _server(64, "Maximum tokens per text.", "-n", "--max-new-tokens", min=1)
+    concurrency: int = _server(1, "Requests at a time.", min=1)
+    rate: float | None = _server(None, "Maximum requests per second.", min=1e-6)
+    same_bytes: bool = _server(
+        False,
+        "Require greedy texts equal to those of the plain server, or of TARGET. The first difference of each is "
+        "explained.",
+        "--same-bytes",
+    )
+
+    def files(self, file: Path) -> Iterator[tuple[str, str | None, Path]]:
+        """Yield address, model and file of each server; none without one. Raises OptionError."""
+        if self.server is None:
+            return
+        from outrider.offline.endpoints import ENGINES
+
+        if self.engine not in ("auto", *ENGINES):
+            raise OptionError("--engine", self.engine, f"choose one of auto, {', '.join(ENGINES)}")
+        yield self.server, self.model, file
+        if self.plain_server is not None:
+            yield self.plain_server, None, file.with_stem(f"{file.stem}-plain")
+
+    def collect(
+        self, file: Path, decoder: Decoder, sampling: SamplingOptions, template: TemplateOptions, seed: int
+    ) -> None:
+        """Sample from each server what its file lacks. Raises FileError, OptionError, PromptError, WorkerError.
+
+        Args:
+            decoder: the target's, whose tokenizer counts the prompts' tokens.
+            seed: of the first request.
+        """
+        from outrider.offline.endpoints import Endpoint, samples
+        from outrider.offline.output_file import open_output
+
+        options = sampling.to_options(seed=seed, num_seeds=self.num_texts, max_new_tokens=self.max_new_tokens)
+        given = template.read(self.prompts)
+        encoded = encode_lines(decoder, given, self.prompts)
+        num_texts = self.num_texts if sampling.temperature > 0 else len(given)  # a greedy text is the same again
+        lines, prompts = [*islice(cycle(given), num_texts)], [*islice(cycle(encoded), num_texts)]
+
+        def write(endpoint: Endpoint, path: Path) -> None:
+            about: dict[str, Any] = {"server": endpoint.url, "model": endpoint.model, "engine": endpoint.engine}
+            about |= {"chat": template.is_chat, **asdict(sampling), "max_new_tokens": self.max_new_tokens}
+            settings = as_read(about)
+            with closing(endpoint.client), open_output(path) as output:
+                is_done, _ = output.read_finished(lines, range(len(lines)), lambda line: settings)
+                jobs = [(index, lines[index].prompt, seed + index) for index, done in enumerate(is_done) if not done]
+                with progress("texts", len(lines), len(lines) - len(jobs)) as advance:
+                    for index, found in samples(endpoint, jobs, self.concurrency, self.rate):
+                        line, ids, num_read = lines[index], prompts[index], found["num_prompt_tokens"]
+                        if num_read not in (None, len(ids)):
+                            raise WorkerError(
+                                f"{endpoint.url} reads {line.place} as {num_read} tokens, the target as {len(ids)}: "
+                                "its tokenizer, beginning token or chat template is another one"
+                            )
+                        row = {"index": index, **line.source, **line.labels, "prompt_ids": ids, **found}
+                        output.write(json_text(row | {"settings": settings}))
+                        advance(1)
+
+        for url, model, path in self.files(file):
+            first, own = given[0].prompt, Sampling(**options)
+            write(Endpoint.open(url, model, self.engine, first, own, tokenizer=decoder.tokenizer), path)
 
 
 @flat
@@ -60,14 +139,12 @@ def certify_samples(
     draft: Annotated[
         str, typer.Option(help="Draft that the system used; deviations are tested towards it first.")
     ] = "none",
-    significance: SignificanceOption = DEFAULT_SIGNIFICANCE,
     detect_tv: Annotated[
         float | None, typer.Option(min=1e-9, max=1, help="Total variation to detect with 99% probability.")
     ] = None,
-    batch_size: BatchSizeOption = 8,
     seed: Annotated[int, typer.Option(help="Seed of the tests, and of a server's first text.")] = 0,
-    html: HtmlOption = None,
-    json_target: JsonOption = None,
+    *,
+    findings: FindingsOptions,
 ) -> None:
     """Test whether samples follow their model's distribution. They may come from any system.
 
@@ -80,7 +157,8 @@ def certify_samples(
     if seed < 0:
         raise OptionError("--seed", seed, "a whole number >= 0")
     if servers.server is None:
-        check_alone(context, context.params.keys() - _OF_SERVERS, "give it with --server, whose texts it concerns")
+        of_servers = {field.name for group in (ServerSamples, TemplateOptions) for field in fields(group)}
+        check_alone(context, context.params.keys() - of_servers, "give it with --server, whose texts it concerns")
     elif servers.same_bytes:
         sampling = replace(sampling, temperature=0.0)
     options = sampling.to_options(seed=None, num_seeds=1)
@@ -95,10 +173,11 @@ def certify_samples(
         lines = [read_samples(path, _NAMES) for path in files]
     read = [_read(decoder, *one, sampling, seed) for one in zip(files, lines, strict=True)]
     if servers.same_bytes:
-        tested = [_compare(decoder, file, read, batch_size)]
+        tested = [_compare(decoder, file, read, findings.batch_size)]
     else:
+        how: dict[str, Any] = {"wanted": detect_tv, "seed": seed, "batch_size": findings.batch_size}
         both = zip(files, read, strict=True)
-        tested = [_test(decoder, *one, significance, detect_tv, seed, batch_size) for one in both]
+        tested = [_test(decoder, *one, findings.significance, **how) for one in both]
     (certificate, remarks), *others = tested
     options_of = [asdict(replace(sampling, **line.options)) for line in lines[0]]
     shared = {name: value for name, value in options_of[0].items() if all(one[name] == value for one in options_of)}
@@ -108,29 +187,16 @@ def certify_samples(
         body["plain"] = other.to_json()
         if certificate.verdict == "failed":
             remarks.append(_COMPARED[other.verdict])
-    settings = options_json(
-        pair, options, file=file, significance=significance, detect_tv=detect_tv, batch_size=batch_size, seed=seed
-    )
+    more: dict[str, Any] = {"file": file, "significance": findings.significance, "detect_tv": detect_tv}
+    settings = options_json(pair, options, **more, batch_size=findings.batch_size, seed=seed)
     settings |= as_read(asdict(servers) | template.to_json())
     document = make_document("certify-samples", settings, body, decoder)
 
     against = files[-1].name if servers.same_bytes and len(files) > 1 else short_name(decoder.target.name)
-
-    def show(console: Console) -> None:
-        for path, (one, notes) in reversed([*zip(files, tested, strict=False)]):
-            show_findings(
-                console,
-                one,
-                f"{path.name} against {against}",
-                word="THE SAME BYTES" if servers.same_bytes else "CONSISTENT",
-                level=significance,
-                towards="a sharper distribution" if decoder.drafter.most_drafted == 0 else "the draft",
-                unit="line",
-                tokenizer=decoder.tokenizer,
-                remarks=notes,
-            )
-
-    report_findings(certificate, document, json_target, html, show)
+    shown = [(f"{path.name} against {against}", *one) for path, one in zip(files, tested, strict=False)]
+    about = {"word": "THE SAME BYTES" if servers.same_bytes else "CONSISTENT", "unit": "line"}
+    about["towards"] = "a sharper distribution" if decoder.drafter.most_drafted == 0 else "the draft"
+    findings.report(shown[::-1], document, tokenizer=decoder.tokenizer, **about)
 
 
 _Samples = tuple[list["SampledText"], int, int]
@@ -143,7 +209,6 @@ def _read(decoder: Decoder, file: Path, lines: Sequence[SampleLine], sampling: S
     tokenizer, come after the prompt's own, and are as many as the system counted: then other tokens were sampled.
     Raises FileError: an option or a prompt is invalid."""
     from outrider.certify.samples import SampledText, check_samples, end_token
-    from outrider.options import Sampling
     from outrider.requests.row_options import check_tokens
 
     limits = decoder.target.vocab_size, decoder.target.context_len
@@ -194,9 +259,7 @@ def _compare(decoder: Decoder, file: Path, read: Sequence[_Samples], batch_size:
     return Certificate(None, None, (), [replace(report, promise=REQUIRED)]), []
 
 
-def _test(
-    decoder: Decoder, file: Path, read: _Samples, level: float, wanted: float | None, seed: int, batch_size: int
-) -> tuple[Certificate, list[str]]:
+def _test(decoder: Decoder, file: Path, read: _Samples, level: float, **how: Any) -> tuple[Certificate, list[str]]:
     """Test the samples. Returns the findings, and remarks. Raises FileError if there are too few."""
     from outrider.certify.certificate import Certificate
     from outrider.certify.samples import judge, judge_greedily, level_of_kept, num_repeats
@@ -206,10 +269,9 @@ def _test(
     sampled = [one for one in samples if one.sampling.temperature > 0]
     if len(sampled) == 1 or not samples:
         left_out = f" ({num_left_out} texts have no certain tokens: give token ids)" if num_left_out else ""
-        raise FileError(
-            f"{file}: the tests need at least two samples, since some determine how others are tested{left_out}"
-        )
-    statistical, greedy_reports = None, []
+        few = "the tests need at least two samples, since some determine how others are tested"
+        raise FileError(f"{file}: {few}{left_out}")
+    statistical, reports = None, []
     controls: list[ControlReport] = []
     if num_as_text:
         remarks.append(
@@ -226,16 +288,13 @@ def _test(
         )
     with progress("texts", len(samples)) as advance:
         if greedy:
-            greedy_reports.append(judge_greedily(target, greedy, batch_size))
+            reports.append(judge_greedily(target, greedy, how["batch_size"]))
             advance(len(greedy))
         if sampled:
-            how: dict[str, Any] = {"seed": seed, "batch_size": batch_size}
-            given = target, decoder.drafter, sampled
-            statistical, controls = judge(*given, level=level, wanted=wanted, on_texts=advance, **how)
-    repeats = num_repeats(sampled)
-    if repeats:
+            statistical, controls = judge(target, decoder.drafter, sampled, level=level, on_texts=advance, **how)
+    if repeats := num_repeats(sampled):
         remarks.append(
             f"Repeated samples: {repeats}. If they share a seed or come from a cache, rather than being sampled again, "
             "the tests are invalid: leave them out."
         )
-    return Certificate(None, statistical, controls, greedy_reports, repeats), remarks
+    return Certificate(None, statistical, controls, reports, repeats), remarks

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from typer import Option
 
@@ -36,8 +36,7 @@ def export(
 ) -> None:
     """Write the files to serve a pair with another engine. Configuration, command, and the engine's rule."""
     with progress("loading libraries"):
-        from outrider.export.checks import check_pair, describe, describe_head
-        from outrider.export.engines import ENGINES, RULES, write_folder
+        from outrider.export.engines import ENGINES, RULES, check_pair, describe, describe_head, write_folder
         from outrider.models.heads.loading import is_head
         from outrider.models.registry import resolve
 
@@ -66,25 +65,27 @@ def export(
             raise OptionError(option, spec.name, "checkpoints are exported as stored: give the one in safetensors")
     of_target = describe(specs[0])
     of_draft = describe_head(specs[1], of_target) if is_head(specs[1]) else describe(specs[1])
+    pair = of_target, of_draft
     if of_draft.kind is not None and of_draft.kind not in engine.heads:
         known = ", ".join(key for key, one in ENGINES.items() if of_draft.kind in one.heads)
         thing = f"{names[1]} is a head ({of_draft.architecture}): choose one of {known}"
         raise OptionError("--to", to, f"{engine.name} takes {' and '.join(engine.heads)} heads, too, and {thing}")
     if (limit := of_draft.most_drafted) is not None and isinstance(ks[0], int) and ks[0] > limit:
         raise OptionError("-k/--num-draft-tokens", num_draft_tokens, f"{names[1]} drafts at most {limit} tokens")
-    most = check_pair(of_target, of_draft, context, engine.vocab_gap)
+    most = check_pair(pair, context, engine.vocab_gap)
     # At temperature 0, where all rules are equal, the last one keeps no probabilities.
     setting = list(engine.rules)[-1 if asked.temperature == 0 else 0]
     k = ks[0] if isinstance(ks[0], int) else of_draft.num_draft_tokens or DEFAULT_NUM_DRAFT_TOKENS
-    written = write_folder(output, engine, of_target, of_draft, k, asked, setting, most)
-    console = console_for(json_target)
-    whole, about = not console.is_terminal, RULES[engine.rules[setting]]
-    for line in (f"{engine.name} {engine.version}, {' with '.join(names)}: {output}", f"  {', '.join(written)}"):
-        console.print(line, soft_wrap=whole, markup=False)
-    console.print(f"K = {k}. A drafted token is accepted with probability {about}.", soft_wrap=whole)
+    written = write_folder(output, engine, pair, k, asked, setting, most)
+    console, about = console_for(json_target), RULES[engine.rules[setting]]
+    for line in (
+        f"{engine.name} {engine.version}, {' with '.join(names)}: {output}",
+        f"  {', '.join(written)}",
+        f"K = {k}. A drafted token is accepted with probability {about}.",
+    ):
+        console.print(line, soft_wrap=not console.is_terminal, markup=False)
     console.print(f"  cd {output} && sh serve.sh", style="bold", markup=False, soft_wrap=True)
-    body: dict[str, Any] = {"engine": {"name": engine.name, "version": engine.version}, "law": engine.rules[setting]}
-    body |= {"setting": setting, "k": k, "files": written}
+    named = {"engine": {"name": engine.name, "version": engine.version}, "law": engine.rules[setting]}
     settings = {"to": to, "target": names[0], "draft": names[1], "output": output, "context": context}
     settings |= {"num_draft_tokens": num_draft_tokens, "models": models, **asdict(sampling)}
-    write_json(json_target, "export", settings, body)
+    write_json(json_target, "export", settings, named | {"setting": setting, "k": k, "files": written})

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
+from outrider.cli.shared.options import BatchSizeOption, JsonOption, field_of
 from outrider.cli.shared.output import console_for, print_table, write_document
 from outrider.system.files import write_text
 
@@ -18,25 +20,19 @@ if TYPE_CHECKING:
     from outrider.certify.certificate import Certificate
     from outrider.certify.divergence import GreedyReport
 
-_EXIT_CODES = {"passed": 0, "failed": 1, "inconclusive": 3}  # 2: a user error
-_PAGE_WIDTH = 110
 
-
-def show_findings(
+def _show_findings(
     console: Console,
-    certificate: Certificate,
     title: str,
+    certificate: Certificate,
+    remarks: Sequence[str],
     *,
     word: str,
     level: float,
     towards: str,
     unit: str,
     tokenizer: Any | None,
-    remarks: Sequence[str] = (),
 ) -> None:
-    """Print all findings and the verdict. ``word``: of a verdict that passed. ``level``: probability of a false alarm.
-    ``towards``: direction of the tests. ``unit``: of a difference's index: "prompt" or "line". ``remarks``: printed
-    before the verdict."""
     from outrider.measure.tables import new_table
 
     def verdict(is_ok: bool) -> str:
@@ -60,11 +56,12 @@ def show_findings(
     print_table(console, table)
     if statistical is not None:
         least, wanted = statistical.detectable, statistical.wanted
-        limit = f"Too few to detect even a complete deviation towards {towards} with 99% probability."
+        limit = f"Too few to detect even a complete deviation towards {towards}"
         if least is not None:
-            found = f"{least:.2%} or more, in total variation, would have been detected with 99% probability."
+            found = f"{least:.2%} or more, in total variation, would have been detected"
             limit = f"A deviation towards {towards} of {found}"
-        console.print(f"{statistical.num_tokens} tokens in {statistical.num_texts} samples. {limit}")
+        size = f"{statistical.num_tokens} tokens in {statistical.num_texts} samples."
+        console.print(f"{size} {limit} with 99% probability.")
         for where, share in statistical.reuse_limits():
             depending = f"if {share:.0%} of the tokens or more depend on them."
             console.print(f"So would random numbers reused {where}, {depending}")
@@ -75,8 +72,8 @@ def show_findings(
             excess = f"mean of -log p minus the entropy: {statistical.surprise_excess:+.4f} nats"
             console.print(f"Estimated: {estimate}; {excess}.")
     if certificate.greedy:
-        title = f"Same bytes as plain decoding: {certificate.greedy[0].promise}"
-        table = new_table(title, "texts", "number", "tokens", "differ", "verdict")
+        promise = f"Same bytes as plain decoding: {certificate.greedy[0].promise}"
+        table = new_table(promise, "texts", "number", "tokens", "differ", "verdict")
         for report in certificate.greedy:
             name = "sampled, with the same seeds" if report.has_noise else "greedy"
             numbers = report.num_texts, report.num_tokens, len(report.differences)
@@ -117,27 +114,46 @@ def difference_lines(report: GreedyReport, unit: str, tokenizer: Any | None) -> 
         yield f"{unit} {one.prompt} {differing}: margin {margin}, rounding {gap}: {one.verdict}"
 
 
-def report_findings(
-    certificate: Certificate,
-    document: dict[str, Any],
-    json_target: str | None,
-    html: Path | None,
-    show: Callable[[Console], None],
-) -> None:
-    """Show the findings, write their document and page, and exit with the code of the verdict. ``show``: prints the
-    findings."""
-    import shlex
+@dataclass(frozen=True)
+class FindingsOptions:
+    """Level of the tests, and outputs of their findings."""
 
-    from rich.console import Console
+    significance: float = field_of(
+        "Statistics",
+        1e-3,
+        "Probability that a correct rule fails the statistical tests.",
+        min=1e-12,
+        max=0.5,
+        metavar="N",
+    )
+    batch_size: BatchSizeOption = 8
+    html: Path | None = field_of(None, None, "Write an HTML page.", metavar="FILE")
+    json_target: JsonOption = None
 
-    show(console_for(json_target))
-    write_document(json_target, document)
-    if html is not None:
-        page = Console(record=True, file=io.StringIO(), width=_PAGE_WIDTH, highlight=False)
-        show(page)
-        provenance = document["provenance"]
-        page.print(f"\n{shlex.join(['outrider', *provenance['argv']])}", markup=False)
-        page.print(f"outrider {provenance['outrider']}, {provenance['platform']}, {provenance['time']}", markup=False)
-        write_text(html, page.export_html(inline_styles=True))
-    if certificate.verdict != "passed":
-        raise typer.Exit(_EXIT_CODES[certificate.verdict])
+    def report(
+        self, shown: Sequence[tuple[str, Certificate, Sequence[str]]], document: dict[str, Any], **how: Any
+    ) -> None:
+        """Print certificates, and write the document and the page of the last. Exit with the code of its verdict.
+
+        Args:
+            shown: title, certificate and remarks, which are printed before the verdict.
+            how: ``word`` of a verdict that passed; ``towards``, the direction of the tests; ``unit`` of a difference's
+                index, "prompt" or "line"; and the tokenizer.
+        """
+        import shlex
+
+        from rich.console import Console
+
+        page = Console(record=True, file=io.StringIO(), width=110, highlight=False)
+        for console in [console_for(self.json_target)] + [page] * (self.html is not None):
+            for one in shown:
+                _show_findings(console, *one, level=self.significance, **how)
+        write_document(self.json_target, document)
+        if self.html is not None:
+            provenance = document["provenance"]
+            page.print(f"\n{shlex.join(['outrider', *provenance['argv']])}", markup=False)
+            page.print("outrider {outrider}, {platform}, {time}".format_map(provenance), markup=False)
+            write_text(self.html, page.export_html(inline_styles=True))
+        verdict = shown[-1][1].verdict
+        if verdict != "passed":
+            raise typer.Exit({"failed": 1, "inconclusive": 3}[verdict])  # 2: a user error

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from outrider.runtime.lm import LM
 
 MODELS_PANEL, SAMPLING_PANEL, MACHINE_PANEL = "Models", "Sampling", "Machine"
-DEFAULT_SIGNIFICANCE = 1e-3
 DEFAULT_MAX_NEW_TOKENS = 128
 
 _K_NAMES = "-k", "--num-draft-tokens"
@@ -48,7 +47,6 @@ _sampling = partial(field_of, SAMPLING_PANEL)
 JsonOption = Annotated[
     str | None, option_of(None, "Write a JSON document. '-' is standard output.", "--json", metavar="FILE")
 ]
-HtmlOption = Annotated[Path | None, option_of(None, "Write an HTML page.", metavar="FILE")]
 
 
 @dataclass(frozen=True)
@@ -158,8 +156,6 @@ _FILE_HELP = "File of prompts. JSON lines with a 'prompt' or 'messages', or plai
 PromptsOption = Annotated[Path | None, option_of(None, _FILE_HELP)]
 NumTokensOption = Annotated[int, option_of(None, "Tokens to generate per prompt.", "-n", "--max-new-tokens")]
 BatchSizeOption = Annotated[int, option_of(MACHINE_PANEL, "Prompts generated concurrently.", min=1, metavar="N")]
-_LEVEL_HELP = "Probability that a correct rule fails the statistical tests."
-SignificanceOption = Annotated[float, option_of("Statistics", _LEVEL_HELP, min=1e-12, max=0.5, metavar="N")]
 SeedOption = Annotated[int, option_of(SAMPLING_PANEL, "Prompt or run i gets this seed + i.", min=0, metavar="N")]
 ModelsOption = Annotated[Path | None, option_of(None, "TOML file with more model names.", "--models")]
 _CONFIG_HELP = (

@@ -184,6 +184,8 @@ DraftOptions = Annotated[PairOptions, DRAFT_OPTIONS]
 _OPTIONS = {one.name: one.metadata[OPTION] for one in fields(PairOptions)}
 TargetOption = Annotated[str, _OPTIONS["target"]]
 AllowPickleOption = Annotated[bool, _OPTIONS["allow_pickle"]]
+DeviceOption = Annotated[str, _OPTIONS["device"]]
+ThreadsOption = Annotated[int | None, _OPTIONS["threads"]]
 
 
 def single_k(text: str | None, pair: PairOptions, sampling: SamplingOptions, seed: int | None) -> NumDraftTokens:
