@@ -27,12 +27,13 @@ from pathlib import Path
 from statistics import geometric_mean
 
 import torch
+from intervals import interval_text
 from rich.console import Console
 
 from outrider.api import load
 from outrider.decoder import Decoder
 from outrider.measure.intervals import paired_ratio
-from outrider.measure.tables import interval_text, new_table
+from outrider.measure.tables import new_table
 from outrider.system.provenance import provenance
 from outrider.text.example_prompts import PROMPTS
 

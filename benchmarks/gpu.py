@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 from grow import grow
+from intervals import interval_text
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
@@ -34,7 +35,7 @@ from outrider.api import load, load_drafter
 from outrider.decoder import Decoder
 from outrider.errors import ExecutionError
 from outrider.measure.arms import Arm, Case, interleave, summarise, warm_up
-from outrider.measure.tables import interval_text, new_table
+from outrider.measure.tables import new_table
 from outrider.models.registry import Placement, resolve
 from outrider.records import Interval
 from outrider.runtime.lm import LM

@@ -39,12 +39,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from intervals import interval_text
 from rich.console import Console
 from transformers import AutoModelForCausalLM
 
 from outrider.api import load
 from outrider.measure.intervals import paired_ratio
-from outrider.measure.tables import interval_text, new_table
+from outrider.measure.tables import new_table
 from outrider.models.registry import resolve
 from outrider.system.provenance import provenance
 

@@ -22,12 +22,13 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from intervals import interval_text
 from rich.console import Console
 
 from outrider.api import load, load_drafter
 from outrider.measure.along import measure_alpha
 from outrider.measure.arms import Arm, Case, interleave, summarise, warm_up
-from outrider.measure.tables import interval_text, new_table
+from outrider.measure.tables import new_table
 from outrider.measure.teacher_forcing import Text
 from outrider.models.registry import Placement
 from outrider.system.provenance import provenance

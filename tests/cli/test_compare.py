@@ -91,7 +91,7 @@ def test_on_a_terminal_arms_race_in_panels(outrider: Outrider, monkeypatch: pyte
     stay."""
     file = io.StringIO()
     console = Console(file=file, force_terminal=True, width=66, height=12, highlight=False, _environ={})
-    monkeypatch.setattr(command, "console_for", lambda *_, **__: console)
+    monkeypatch.setattr("outrider.cli.shared.options.console_for", lambda *_, **__: console)
 
     def frames() -> list[str]:
         """Each drawn picture, without colours and cursor; the last also has the lines that came after."""

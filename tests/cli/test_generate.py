@@ -73,7 +73,7 @@ def parsed(outrider: Outrider, monkeypatch: pytest.MonkeyPatch) -> Any:
 
     monkeypatch.setattr("outrider.cli.shared.prompt_job.LocalWorker", stop)
     monkeypatch.setattr(command, "read_prompt", lambda text: seen.append(text) or "?")
-    monkeypatch.setattr(command, "over_checkpoint", lambda sampling, *_: sampling)
+    monkeypatch.setattr("outrider.cli.shared.options.over_checkpoint", lambda sampling, *_: sampling)
 
     def setup_of(*words: object) -> tuple[Setup, str | None]:
         seen.clear()

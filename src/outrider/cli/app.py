@@ -178,7 +178,6 @@ def main() -> None:
 
 
 def _run() -> int:
-    """Run the command. Returns its exit code."""
     code: int | None = app(prog_name="outrider", standalone_mode=False)  # also under python -m
     print(end="", flush=True)  # a full disk fails here, not at exit
     return code or 0
@@ -193,9 +192,6 @@ def _mistake(error: BaseException) -> str | None:
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         return f"cannot write {error.filename or 'the output'}: {error.strerror}"
     if type(error).__name__ == "OutOfMemoryError":  # torch's, without importing torch
-        reason = str(error).split(". ")[0]
-        return (
-            f"out of device memory ({reason}): choose a narrower --dtype, a smaller batch, fewer tokens or a smaller "
-            "model"
-        )
+        remedy = "choose a narrower --dtype, a smaller batch, fewer tokens or a smaller model"
+        return f"out of device memory ({str(error).split('. ')[0]}): {remedy}"
     return None

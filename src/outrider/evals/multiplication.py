@@ -7,6 +7,7 @@ little by itself, but a faulty acceptance rule would change it.
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -49,14 +50,10 @@ class SheetScore(NamedTuple):
         return sum(self.is_solved)
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "num_solved": self.num_solved,
-            "num_prompts": len(self.is_solved),
-            "wald": wald(self.num_solved, len(self.is_solved)).to_json(),
-            "wilson": wilson(self.num_solved, len(self.is_solved)).to_json(),
-            "stats": self.stats.to_json(),
-            "time_s": self.timing.to_json(),
-        }
+        counts = self.num_solved, len(self.is_solved)
+        rates = {"wald": wald(*counts).to_json(), "wilson": wilson(*counts).to_json()}
+        work = {"stats": self.stats.to_json(), "time_s": self.timing.to_json()}
+        return {"num_solved": counts[0], "num_prompts": counts[1], **rates, **work}
 
 
 def score(
@@ -68,13 +65,9 @@ def score(
     on_solved: Callable[[int], None] | None = None,
     **options: Any,
 ) -> SheetScore:
-    """Solve the sheet with a decoder.
-
-    Args:
-        seed: base seed; row i gets seed + i.
-        on_solved: called with the number of problems just done, for a progress bar.
-        options: sampling options; the token limit and the stop string are set here.
-    """
+    """Solve the sheet with a decoder. ``seed``: base seed; row i gets seed + i. ``on_solved``: called with the number
+    of problems just done, for a progress bar. ``options``: sampling options; the token limit and the stop string are
+    set here."""
     answers = [""] * len(sheet)
     stats, timing = Stats(), Timing()
     prompts = [prompt_of(*factors) for factors in sheet]
@@ -91,9 +84,7 @@ def score(
 def mcnemar(plain: SheetScore, speculative: SheetScore) -> tuple[int, int, float]:
     """Compare two arms on the same problems: the numbers of problems that only the first and only the second solved,
     and McNemar's exact p-value of no difference between the arms."""
-    only_plain, only_speculative = (
-        sum(a and not b for a, b in zip(one.is_solved, other.is_solved, strict=True))
-        for one, other in ((plain, speculative), (speculative, plain))
-    )
+    solved = Counter(zip(plain.is_solved, speculative.is_solved, strict=True))
+    only_plain, only_speculative = solved[True, False], solved[False, True]
     num = only_plain + only_speculative
     return only_plain, only_speculative, float(scipy_stats.binomtest(only_plain, num).pvalue) if num else 1.0

@@ -250,7 +250,7 @@ void outrider_draw(const CandidateBuffers* buffers, const int64_t* rows, int64_t
                    const int64_t* seeds, const int64_t* positions, int64_t* ids) {
   for (int64_t i = 0; i < num_rows; i++) {
     Row row = buffers->row(rows[i]);
-    ids[i] = uniforms ? drawn(row, uniforms[i]) : Race{row, uint64_t(seeds[i]), uint32_t(positions[i])}.run();
+    ids[i] = uniforms ? draw(row, uniforms[i]) : GumbelRace{row, uint64_t(seeds[i]), uint32_t(positions[i])}.run();
   }
 }
 

@@ -115,16 +115,9 @@ def along(
         of_target: Iterator[ForcedTokens | None] = repeat(None) if target is None else force(target, texts, p_settings)
         for chunk, own in zip(force(lm, texts, [q_settings], constraints), of_target, strict=False):
             ids = chunk.ids[:, None]
-            yield Places(
-                rows=chunk.rows,
-                places=chunk.places,
-                num_drafted=torch.ones_like(chunk.ids),
-                ids=ids,
-                drafted_ids=ids,
-                is_scored=torch.ones_like(ids, dtype=torch.bool),
-                q=chunk.probs(q_settings)[:, None],
-                p=None if own is None else own.probs(*p_settings)[:, None].to(ids.device),
-            )
+            q, p = chunk.probs(q_settings), None if own is None else own.probs(*p_settings)[:, None].to(ids.device)
+            num_drafted, is_scored = torch.ones_like(chunk.ids), torch.ones_like(ids, dtype=torch.bool)
+            yield Places(chunk.rows, chunk.places, num_drafted, ids, ids, is_scored, q[:, None], p)
     else:
         yield from _looked_up(drafter, texts, most, k)
 
@@ -145,12 +138,8 @@ def _looked_up(drafter: Drafter, texts: Sequence[Text], limits: Sequence[int], k
 def proposals(drafter: Drafter, texts: Sequence[Text], wanted: Sequence[Sequence[int]]) -> list[list[list[int]]]:
     """Look up the tokens proposed before each scored token of each text.
 
-    One session follows all texts, a token per step: its work is that of generating them.
-
-    Args:
-        drafter: with a one-hot q, and without models.
-        wanted: the most tokens to propose there.
-    """
+    One session follows all texts, a token per step: its work is that of generating them. ``drafter`` has a one-hot q,
+    and no models; ``wanted`` are the most tokens to propose there."""
     most = max((num for one in wanted for num in one), default=0)
     ids = torch.zeros(len(texts), max(len(text.ids) for text in texts) + most, dtype=torch.long)
     session = drafter.open(len(texts), ids.shape[1], ids.device, most)
@@ -283,16 +272,9 @@ def force_drafts(
         positions = (num_given[rows] + places)[:, None] + offsets
         own, drafted_ids, num_drafted = ids[rows[:, None], positions], draft.ids[slots], draft.num_drafted[slots]
         is_there = (offsets < num_drafted[:, None]) & (positions < ends[rows][:, None])
-        yield Places(
-            rows=rows,
-            places=places,
-            num_drafted=num_drafted,
-            ids=own,
-            drafted_ids=drafted_ids,
-            is_scored=_is_reached(drafted_ids, own) & is_there,
-            q=None if draft.probs is None else full(draft.probs[slots]),
-            p=full(p[slots, :-1]),
-        )
+        is_scored = _is_reached(drafted_ids, own) & is_there
+        q = None if draft.probs is None else full(draft.probs[slots])
+        yield Places(rows, places, num_drafted, own, drafted_ids, is_scored, q, full(p[slots, :-1]))
 
 
 def _is_reached(drafted_ids: Tensor, ids: Tensor) -> Tensor:
@@ -310,15 +292,9 @@ def overlap(target_probs: Tensor, draft_probs: Tensor) -> Tensor:
 def measure_alpha(
     target: LM, drafter: Drafter, texts: Sequence[Text], sampling: Sampling = _PLAIN, batch_size: int = 8
 ) -> Interval:
-    """Measure alpha, of a round's first token, with an interval over the texts. Nothing is generated.
-
-    Args:
-        drafter: with a q that is not one-hot.
-        texts: cut to the target's context; texts without a token to score are left out.
-
-    Raises:
-        PromptError: there is nothing to score.
-    """
+    """Measure alpha, of a round's first token, with an interval over the texts. Nothing is generated. ``drafter``: with
+    a q that is not one-hot. ``texts``: cut to the target's context; texts without a token to score are left out. Raises
+    PromptError: there is nothing to score."""
     most = target.context_len
     texts = [Text(text.ids[:most], text.num_given) for text in texts if min(len(text.ids), most) > text.num_given]
     sums = torch.zeros(2, len(texts), dtype=torch.float64)  # of overlaps, and of tokens

@@ -27,12 +27,8 @@ _NUM_WARM_UP_TOKENS = 8
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """A decoder and its options under a name.
-
-    Attributes:
-        draft: name of the draft; None for plain decoding.
-        num_draft_tokens: K; None for plain decoding.
-    """
+    """A decoder and its options under a name. ``draft``: name of the draft; None for plain decoding.
+    ``num_draft_tokens``: K; None for plain decoding."""
 
     name: str
     decoder: Decoder
@@ -99,17 +95,12 @@ def race(
             found[which].append(chunk)
             if on_chunk is not None:
                 on_chunk(arms[which], case, chunk)
-    return [
-        Measurement(
-            arm,
-            case,
-            stats=sum((chunk.stats for chunk in own), Stats()),
-            timing=sum((chunk.timing for chunk in own), Timing()),
-            text="".join(chunk.text for chunk in own),
-            token_ids=tuple(token_id for chunk in own for token_id in chunk.token_ids),
-        )
-        for arm, own in zip(arms, found, strict=True)
-    ]
+    measured = []
+    for arm, own in zip(arms, found, strict=True):
+        stats, timing = sum((chunk.stats for chunk in own), Stats()), sum((chunk.timing for chunk in own), Timing())
+        ids = tuple(token_id for chunk in own for token_id in chunk.token_ids)
+        measured.append(Measurement(arm, case, stats, timing, "".join(chunk.text for chunk in own), ids))
+    return measured
 
 
 def race_arms(arms: Sequence[Arm], case: Case, options: dict[str, Any]) -> Generator[tuple[int, Chunk]]:
@@ -117,11 +108,8 @@ def race_arms(arms: Sequence[Arm], case: Case, options: dict[str, Any]) -> Gener
     have used the same time at any moment, and the one with the most tokens is ahead.
 
     Only an arm's own rounds are counted, but the others' weights fill the processor's caches. So this is a
-    demonstration; to measure, run each arm alone (see ``interleave``).
-
-    Yields:
-        The index of an arm, and its next chunk.
-    """
+    demonstration; to measure, run each arm alone (see ``interleave``). Yields the index of an arm, and its next
+    chunk."""
     device_clock = Clock(arms[0].decoder.target.device)
     streams = [arm.stream(case.prompt, {**options, "seed": case.seed}) for arm in arms]
     seconds = dict.fromkeys(range(len(arms)), 0.0)  # of arms still running
@@ -211,19 +199,13 @@ class ArmSummary:
 
     def to_json(self) -> dict[str, Any]:
         means = ((name, getattr(self, name)) for name in ("ms_per_token", "total_ms_per_token", "prefill_ms"))
-        return {
-            "name": self.arm.name,
-            "draft": self.arm.draft,
-            "k": self.arm.num_draft_tokens,
-            "num_cases": self.num_cases,
-            **{name: {"mean": mean, "std": std} for name, (mean, std) in means},
-            "tokens_per_s": self.tokens_per_s,
-            "speed_up": self.speed_up and self.speed_up.to_json(),
-            "total_speed_up": self.total_speed_up and self.total_speed_up.to_json(),
-            "stats": self.stats.to_json(),
-            "time_s": self.timing.to_json(),
-            "texts_sha256": sha256_of(self.texts),
-        }
+        means_json = {name: {"mean": mean, "std": std} for name, (mean, std) in means}
+        ratios = ((name, getattr(self, name)) for name in ("speed_up", "total_speed_up"))
+        ratios_json = {name: ratio and ratio.to_json() for name, ratio in ratios}
+        arm = {"name": self.arm.name, "draft": self.arm.draft, "k": self.arm.num_draft_tokens}
+        sums = {"stats": self.stats.to_json(), "time_s": self.timing.to_json(), "texts_sha256": sha256_of(self.texts)}
+        counts = {"num_cases": self.num_cases, **means_json, "tokens_per_s": self.tokens_per_s}
+        return {**arm, **counts, **ratios_json, **sums}
 
 
 def summarise(measurements: Sequence[Measurement], arms: Sequence[Arm]) -> list[ArmSummary]:
@@ -235,24 +217,15 @@ def summarise(measurements: Sequence[Measurement], arms: Sequence[Arm]) -> list[
     groups = [{m.case.index: m for m in measurements if m.arm == arm} for arm in arms]
     done = sorted(set.intersection(*map(set, groups)))
     found: list[ArmSummary] = []
-    base: list[Measurement] = []
+    base: list[list[float]] = []
     for group in [[group[index] for index in done] for group in groups] if done else []:
         timing, stats = sum((m.timing for m in group), Timing()), sum((m.stats for m in group), Stats())
-        decode_s, total_s = [m.decode_s_per_token for m in group], [m.total_s_per_token for m in group]
-        found.append(
-            ArmSummary(
-                arm=group[0].arm,
-                num_cases=len(group),
-                ms_per_token=mean_std([1e3 * s for s in decode_s]),
-                total_ms_per_token=mean_std([1e3 * s for s in total_s]),
-                prefill_ms=mean_std([1e3 * m.timing.prefill_s for m in group]),
-                tokens_per_s=stats.num_generated_tokens / timing.decode_s,
-                speed_up=paired_ratio([m.decode_s_per_token for m in base], decode_s) if base else None,
-                total_speed_up=paired_ratio([m.total_s_per_token for m in base], total_s) if base else None,
-                stats=stats,
-                timing=timing,
-                texts=[m.token_ids for m in group],
-            )
-        )
-        base = base or group
+        times_s = [[m.decode_s_per_token for m in group], [m.total_s_per_token for m in group]]
+        prefill_s = [m.timing.prefill_s for m in group]
+        own_ms, total_ms, prefill_ms = (mean_std([1e3 * s for s in each]) for each in (*times_s, prefill_s))
+        ratio, total = (paired_ratio(*pair) for pair in zip(base, times_s, strict=True)) if base else (None, None)
+        speed, texts = stats.num_generated_tokens / timing.decode_s, [m.token_ids for m in group]
+        means = own_ms, total_ms, prefill_ms
+        found.append(ArmSummary(group[0].arm, len(group), *means, speed, ratio, total, stats, timing, texts))
+        base = base or times_s
     return found

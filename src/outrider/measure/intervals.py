@@ -41,11 +41,7 @@ def bounded_mean(
     sample size from the variance of the ratio estimator (Cochran, Sampling Techniques, 1977, section 6.4). The interval
     is Wilson's (1927) with this n and the t quantile (Korn and Graubard, Survey Methodology 24, 1998; Dean and Pagano,
     J. Survey Statistics and Methodology 3, 2015). If groups do not differ, as when all members are at one bound, their
-    variance is unknown, and n is the number of members.
-
-    Args:
-        sums, counts: of the members of each group.
-    """
+    variance is unknown, and n is the number of members. ``sums``, ``counts``: of the members of each group."""
     assert len(sums) == len(counts) > 0 and sum(counts) > 0
     a, b = np.asarray(sums, dtype=float), np.asarray(counts, dtype=float)
     mean, num_groups = float(a.sum() / b.sum()), len(a)

@@ -21,7 +21,7 @@ from outrider.options import DEFAULT_NUM_SLOTS, MASKS, Sampling
 from outrider.records import FinishReason
 from outrider.runtime.lm import LM
 from outrider.sampling.probs import Settings, normalise
-from outrider.system.files import parse_row
+from outrider.system.files import file_errors, parse_row
 from outrider.text.tokenizer import fingerprint
 
 _REMEDY = "restore the file from a copy, or remove the line and run the same command again"
@@ -85,11 +85,7 @@ class Header:
 
     @classmethod
     def of(cls, decoder: Decoder, options: Mapping[str, Any], *, has_probs: bool) -> Header:
-        """Header for the outputs of a decoder.
-
-        Args:
-            options: fields of ``Sampling``; the seed is left out.
-        """
+        """Header for the outputs of a decoder. ``options``: fields of ``Sampling``; the seed is left out."""
         return cls._of(model_json(decoder), Sampling(**{**options, "seed": None}), has_probs)
 
     @classmethod
@@ -110,12 +106,8 @@ class Header:
 
 
 class Log(NamedTuple):
-    """A log that was read.
-
-    Attributes:
-        records: in the order of the prompts.
-        num_failed: prompts that ended in an error, and have no record.
-    """
+    """A log that was read. ``records``: in the order of the prompts. ``num_failed``: prompts that ended in an error,
+    and have no record."""
 
     header: Header
     records: Sequence[Record]
@@ -128,43 +120,30 @@ class Log(NamedTuple):
         header: Header | None = None
         records: dict[int, Record] = {}
         num_failed = 0
-        try:
-            with path.open("rb") as stream:
-                for number, line in enumerate(stream, start=1):
-                    where = f"{path}, line {number}"
-                    if not line.endswith(b"\n"):
-                        break
-                    row = parse_row(where, line)
-                    if (own := _header(where, row)) != (header := header or own):
-                        raise FileError(
-                            f"{where} has other settings than the lines before, or ends at other tokens, as chats do "
-                            "beside texts: a log has one kind"
-                        )
-                    if row.get("finish_reason") in ("error", None):
-                        num_failed += 1
-                        continue
-                    record = _record(where, row, header)
-                    if record.index in records:
-                        raise FileError(f"{where}: duplicates prompt {record.index}: remove one of the two")
-                    records[record.index] = record
-        except OSError as error:
-            raise FileError(f"cannot read {path}: {error.strerror}") from None
+        with file_errors("read", path), path.open("rb") as stream:
+            for number, line in enumerate(stream, start=1):
+                where = f"{path}, line {number}"
+                if not line.endswith(b"\n"):
+                    break
+                row = parse_row(where, line)
+                if (own := _header(where, row)) != (header := header or own):
+                    differing = "has other settings than the lines before, or ends at other tokens, as chats do beside"
+                    raise FileError(f"{where} {differing} texts: a log has one kind")
+                if row.get("finish_reason") in ("error", None):
+                    num_failed += 1
+                    continue
+                record = _record(where, row, header)
+                if record.index in records:
+                    raise FileError(f"{where}: duplicates prompt {record.index}: remove one of the two")
+                records[record.index] = record
         if header is None or not records:
             raise FileError(f"{path} has no records yet: create them with outrider generate --output")
         return cls(header, [records[index] for index in sorted(records)], num_failed)
 
 
 def open_log(path: Path, target: str, tokenizer: Any, option: str = "--log") -> Log:
-    """Open a log of a target's outputs.
-
-    Args:
-        tokenizer: the target's; None if it has none.
-        option: that names the log.
-
-    Raises:
-        OptionError: it is of another target.
-        FileError: it is damaged, or empty.
-    """
+    """Open a log of a target's outputs. ``tokenizer``: the target's; None if it has none. ``option``: that names the
+    log. Raises OptionError: it is of another target; FileError: it is damaged, or empty."""
     log = Log.open(path)
     is_same = tokenizer is None or log.header.tokenizer in (None, fingerprint(tokenizer))
     if log.header.target != target or not is_same:
@@ -197,13 +176,9 @@ def _record(where: str, row: Mapping[str, Any], header: Header) -> Record:
 
 
 def model_json(decoder: Decoder) -> dict[str, Any]:
-    return {
-        "name": decoder.target.name,
-        "vocab_size": decoder.target.vocab_size,
-        "context_len": decoder.target.context_len,
-        "eos_ids": sorted(decoder.eos_ids),
-        "tokenizer": None if decoder.tokenizer is None else fingerprint(decoder.tokenizer),
-    }
+    tokenizer = None if decoder.tokenizer is None else fingerprint(decoder.tokenizer)
+    of_target = {name: getattr(decoder.target, name) for name in ("name", "vocab_size", "context_len")}
+    return of_target | {"eos_ids": sorted(decoder.eos_ids), "tokenizer": tokenizer}
 
 
 def record_outputs(
@@ -241,9 +216,8 @@ def record_outputs(
     for begin in range(0, len(records), num_slots):
         group = records[begin : begin + num_slots]
         found = token_probs(decoder.target, [one.text for one in group], sampling)
-        records[begin : begin + num_slots] = [
-            replace(one, probs=tuple(probs)) for one, probs in zip(group, found, strict=True)
-        ]
+        scored = zip(group, found, strict=True)
+        records[begin : begin + num_slots] = [replace(one, probs=tuple(probs)) for one, probs in scored]
     return Header.of(decoder, options, has_probs=True), records
 
 

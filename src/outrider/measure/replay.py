@@ -136,11 +136,8 @@ class RoundDistribution:
         )
 
     def draw(self, generator: np.random.Generator) -> tuple[list[tuple[int, int]], bool]:
-        """Sample rounds.
-
-        Returns:
-            (drafted, accepted) of each whole round, and whether the end of the sequence truncated another.
-        """
+        """Sample rounds. Returns (drafted, accepted) of each whole round, and whether the end of the sequence truncated
+        another."""
         rounds: list[tuple[int, int]] = []
         n, t = len(self.probs), 0
         while t < n:
@@ -159,6 +156,7 @@ for any draft, and no better than ``rejection``; some other engines accept like 
 PREDICTED_RULES = (*RULES, MATCH)
 """Acceptance rules that can be predicted: our own, and those of other engines."""
 _NO_DRAFT = "a log is plain decoding already: name a draft to replay"
+_ROUNDS = "its q is known in rounds with the target only"
 _TINY = 1e-30
 
 
@@ -190,14 +188,8 @@ def load_draft(
     corpus: Sequence[Path] = (),
     allow_pickle: bool = False,
 ) -> Drafter:
-    """Load a draft to replay on a log.
-
-    Raises:
-        OptionError: the name is not a draft.
-        TokenizerMismatch: its tokens differ from the log's.
-        ModelError, DeviceError: it cannot be loaded.
-        FileError: its corpus cannot be read.
-    """
+    """Load a draft to replay on a log. Raises OptionError: the name is not a draft; TokenizerMismatch: its tokens
+    differ from the log's; ModelError, DeviceError: it cannot be loaded; FileError: its corpus cannot be read."""
     if name == "none":
         raise OptionError("--draft", name, _NO_DRAFT)
     if name == AUTO:
@@ -208,14 +200,13 @@ def load_draft(
         return load_suffix(_tokenizer_of(header, models_file) if corpus else None, header.vocab_size, corpus)
     model, options = split_name(name)
     if looks_up(name) or model in (MTP, SELF) or is_head(resolve(model, models_file)):
-        raise _target_is_needed("--draft", name, "its q is known in rounds with the target only")
+        raise _target_is_needed("--draft", name, _ROUNDS)
     loaded = load(model, device=device, dtype=dtype, models_file=models_file, allow_pickle=allow_pickle)
     lm = loaded.target
     if loaded.tokenizer is not None and header.tokenizer not in (None, fingerprint(loaded.tokenizer)):
-        raise TokenizerMismatch(
-            f"{header.target}, the target of the log, and {name} have different tokenizers; choose a draft of the same "
-            "family, or the draft 'ngram', which needs none"
-        )
+        remedy = "choose a draft of the same family, or the draft 'ngram', which needs none"
+        both = f"{header.target}, the target of the log, and {name}"
+        raise TokenizerMismatch(f"{both} have different tokenizers; {remedy}")
     if lm.vocab_size < header.vocab_size:
         raise TokenizerMismatch(f"{name} knows {lm.vocab_size} tokens, but {header.vocab_size} are needed")
     if lm.vocab_size > header.vocab_size:
@@ -248,16 +239,9 @@ def replay(
     target: LM | None = None,
     batch_size: int = 8,
 ) -> Iterator[ReplayedRecord]:
-    """Replay a draft on records, in batches.
-
-    Args:
-        acceptance: one of PREDICTED_RULES.
-        target: of the log; run only where the draft or the rule needs it.
-
-    Raises:
-        OptionError: the rule is unknown, there is no draft, or the log's probabilities or target are needed and not
-            given.
-    """
+    """Replay a draft on records, in batches. ``acceptance``: one of PREDICTED_RULES. ``target``: of the log; run only
+    where the draft or the rule needs it. Raises OptionError: the rule is unknown, there is no draft, or the log's
+    probabilities or target are needed and not given."""
     if acceptance not in PREDICTED_RULES:
         raise OptionError("acceptance", acceptance, f"choose one of {', '.join(PREDICTED_RULES)}")
     if drafter.most_drafted == 0:
@@ -267,17 +251,12 @@ def replay(
     if needs_rows and target is None:
         raise _target_is_needed("acceptance", acceptance, "it needs all of p")
     if is_sampled and acceptance not in (GUMBEL.name, MATCH) and not needs_forcing(drafter) and not header.has_probs:
-        raise OptionError(
-            "draft",
-            drafter.name,
-            f"the log was sampled at temperature {header.sampling.temperature:g} without the probabilities that "
-            "replaying a draft model needs: generate it again with --output --probs",
-        )
+        sampled = f"the log was sampled at temperature {header.sampling.temperature:g} without the probabilities that"
+        remedy = "replaying a draft model needs: generate it again with --output --probs"
+        raise OptionError("draft", drafter.name, f"{sampled} {remedy}")
     if target is None and needs_forcing(drafter, [one.text for one in records]):
-        why = "its q is known in rounds with the target only"
-        raise _target_is_needed(
-            "draft", drafter.name, why if needs_forcing(drafter) else "some texts are longer than its context"
-        )
+        is_long = not needs_forcing(drafter)
+        raise _target_is_needed("draft", drafter.name, "some texts are longer than its context" if is_long else _ROUNDS)
     # A one-hot q is accepted where it equals the recorded token, and at temperature 0 with probability q.
     rule = acceptance if is_sampled else MATCH
     for begin in range(0, len(records), batch_size):
@@ -287,10 +266,8 @@ def replay(
         # since q may depend on how many tokens are drafted.
         lm = None if is_forced else drafter.lm
         run = target if needs_rows or is_forced else None
-        scores = [
-            _scores(group, header, drafter, k, run, has_rows=rule == GUMBEL.name)
-            for k in (ks if lm is None else ks[:1])
-        ]
+        scored = ks if lm is None else ks[:1]
+        scores = [_scores(group, header, drafter, k, run, has_rows=rule == GUMBEL.name) for k in scored]
         for record, *found in zip(group, *scores, strict=True):
             yield _replayed(record, header, rule, lm, dict(zip(ks, found, strict=False)))
 
@@ -327,10 +304,8 @@ def _scores(
     records: Sequence[Record], header: Header, drafter: Drafter, k: int, target: LM | None, *, has_rows: bool
 ) -> list[_Scores]:
     """Score the tokens of records at each place and offset. ``has_rows``: whether g is wanted, which needs all of p."""
-    found = [
-        (np.full((3, len(record.token_ids), k), np.nan), np.zeros(len(record.token_ids), np.int64))
-        for record in records
-    ]
+    lengths = [len(record.token_ids) for record in records]
+    found = [(np.full((3, length, k), np.nan), np.zeros(length, np.int64)) for length in lengths]
     texts, limits = zip(*((one.text, header.max_new_tokens(len(one.prompt_ids))) for one in records), strict=True)
     sampling = header.sampling.with_ends(header.eos_ids)
     for places in along(drafter, texts, sampling, k, target=target, limits=limits):
@@ -373,12 +348,8 @@ def agreement(target_probs: Tensor, draft_probs: Tensor, token_ids: Tensor) -> T
 
 
 def summarise(replayed: Iterable[ReplayedRecord], ks: Sequence[int]) -> tuple[dict[int, list[Stats]], Interval | None]:
-    """Aggregate all records; each is released after counting.
-
-    Returns:
-        K -> the expected counts of rounds, by record; and an estimate of alpha, with an interval over the records: None
-        without a q or a p.
-    """
+    """Aggregate all records; each is released after counting. Returns K -> the expected counts of rounds, by record;
+    and an estimate of alpha, with an interval over the records: None without a q or a p."""
     counts: dict[int, list[Stats]] = {k: [] for k in ks}
     sums, nums = list[float](), list[int]()
     for one in replayed:

@@ -50,11 +50,8 @@ def _average_of(lms: Sequence[LM]) -> Callable[[Sequence[float]], float]:
 
 
 class CostArm(NamedTuple):
-    """A pair and the K at which its rounds are timed. K = 0 is plain decoding.
-
-    Attributes:
-        max_k: the largest K of the run that is timed, if that is more than ``k``: some drafters feed as many columns.
-    """
+    """A pair and the K at which its rounds are timed. K = 0 is plain decoding. ``max_k``: the largest K of the run that
+    is timed, if that is more than ``k``: some drafters feed as many columns."""
 
     target: LM
     drafter: Drafter
@@ -178,31 +175,21 @@ def measure_costs(
     context: int,
     on_pass: Callable[[], None] = lambda: None,
 ) -> Costs:
-    """Time rounds of every draft and K, and plain ones, in turn.
-
-    Args:
-        ks: of each draft.
-        on_pass: called after warming up and after each pass: NUM_STEPS times.
-    """
+    """Time rounds of every draft and K, and plain ones, in turn. ``ks``: of each draft. ``on_pass``: called after
+    warming up and after each pass: NUM_STEPS times."""
     keys = [(name, k) for name in drafters for k in ks[name]]
     arms = [CostArm(target, NO_DRAFTER, 0), *(CostArm(target, drafters[name], k) for name, k in keys)]
     size: dict[str, int] = {"num_rows": num_rows, "length": context, "num_passes": _NUM_PLAN_PASSES}
     taken = time_rounds(arms, rule, **size, sampling=sampling, on_pass=on_pass)
     average = _average_of([target, *(lm for drafter in drafters.values() for lm in drafter.models)])
-    plain, *rounds = (
-        RoundCost(*(average([getattr(one, name) for one in timings]) for name in ("decode_s", "draft_s", "verify_s")))
-        for timings in taken
-    )
+    names = "decode_s", "draft_s", "verify_s"
+    averages = ((average([getattr(one, name) for one in timings]) for name in names) for timings in taken)
+    plain, *rounds = (RoundCost(*each) for each in averages)
     by_key = dict(zip(keys, rounds, strict=True))
     lookups = [name for name, drafter in drafters.items() if ks[name] and not drafter.models]
-    return Costs(
-        num_rows=num_rows,
-        context=context,
-        prefill_s=statistics.median(one.prefill_s for one in taken[0] if one.prefill_s > 0),
-        plain=plain,
-        rounds=by_key,
-        lookup_s={name: by_key[name, min(ks[name])].draft_s for name in lookups},
-    )
+    prefill_s = statistics.median(one.prefill_s for one in taken[0] if one.prefill_s > 0)
+    lookup_s = {name: by_key[name, min(ks[name])].draft_s for name in lookups}
+    return Costs(num_rows, context, prefill_s, plain, by_key, lookup_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,11 +219,7 @@ class PairChoice:
 
 
 def choices(costs: Costs, counts: Mapping[tuple[str, int], Sequence[Stats]]) -> list[PairChoice]:
-    """Predictions for all drafts and K, fastest first.
-
-    Args:
-        counts: expected rounds of each draft and K, by sequence.
-    """
+    """Predictions for all drafts and K, fastest first. ``counts``: expected rounds of each draft and K, by sequence."""
     found = []
     for (draft, k), texts in counts.items():
         tokens = [one.num_generated_tokens for one in texts]
@@ -245,18 +228,11 @@ def choices(costs: Costs, counts: Mapping[tuple[str, int], Sequence[Stats]]) -> 
         free_s = [_seconds(costs, draft, k, one, lambda cost: cost.round_s - cost.draft_s) for one in texts]
         # With full acceptance every round commits K + 1 tokens.
         agreeing_s = [-(-num // (k + 1)) * costs.rounds[draft, k].round_s for num in tokens]
-        found.append(
-            PairChoice(
-                draft=draft,
-                k=k,
-                tau=bounded_mean(tokens, [one.num_rounds + one.num_truncated_rounds for one in texts], (1.0, k + 1.0)),
-                speed_up=paired_ratio(plain_s, seconds),
-                tokens_per_s=costs.num_rows * sum(tokens) / sum(seconds),
-                if_free=paired_ratio(plain_s, free_s).value,
-                if_agreeing=paired_ratio(plain_s, agreeing_s).value,
-                **{f"{name.removesuffix('_s')}_ms": 1e3 * s for name, s in costs.rounds[draft, k]._asdict().items()},
-            )
-        )
+        tau = bounded_mean(tokens, [one.num_rounds + one.num_truncated_rounds for one in texts], (1.0, k + 1.0))
+        speed_up, free, agreeing = (paired_ratio(plain_s, other_s) for other_s in (seconds, free_s, agreeing_s))
+        per_s = costs.num_rows * sum(tokens) / sum(seconds)
+        cost_ms = (1e3 * part_s for part_s in costs.rounds[draft, k])
+        found.append(PairChoice(draft, k, tau, speed_up, per_s, free.value, agreeing.value, *cost_ms))
     return sorted(found, key=lambda one: (-one.speed_up.value, one.k))
 
 

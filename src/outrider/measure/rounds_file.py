@@ -17,6 +17,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -48,14 +49,9 @@ def arms_json(arms: Mapping[RecordedArm, Sequence[PromptRounds]]) -> list[dict[s
     for arm, prompts in arms.items():
         categories = sorted({category for _, category, _ in prompts if category is not None})
         parts = [(name, [one for one in prompts if one[1] == name]) for name in categories]
-        found.append(
-            arm._asdict()
-            | _summary_json(prompts)
-            | {
-                "categories": [{"category": name} | _summary_json(part) for name, part in parts],
-                "prompts": [{"index": i, "category": name, "stats": one.to_json()} for i, name, one in prompts],
-            }
-        )
+        own: dict[str, Any] = {"categories": [{"category": name} | _summary_json(part) for name, part in parts]}
+        own |= {"prompts": [{"index": i, "category": name, "stats": one.to_json()} for i, name, one in prompts]}
+        found.append(arm._asdict() | _summary_json(prompts) | own)
     return found
 
 
@@ -69,18 +65,9 @@ def _summary_json(prompts: Sequence[PromptRounds]) -> dict[str, Any]:
 def read_file(
     path: Path, *, tokens_per_prompt: int | None = None, k: int | None = None
 ) -> tuple[dict[RecordedArm, list[PromptRounds]], list[str]]:
-    """Read rounds from a file in either format, detected by its first character.
-
-    Args:
-        tokens_per_prompt, k: for cumulative counts, which contain neither the ends of prompts nor the numbers of
-            drafted tokens.
-
-    Returns:
-        The rounds of each arm; and assumptions, for human readers.
-
-    Raises:
-        FileError: with the line number.
-    """
+    """Read rounds from a file in either format, detected by its first character. ``tokens_per_prompt``, ``k``: for
+    cumulative counts, which contain neither the ends of prompts nor the numbers of drafted tokens. Returns the rounds
+    of each arm; and assumptions, for human readers. Raises FileError: with the line number."""
     # Not splitlines(), which also splits at characters that may occur inside JSON strings.
     lines = [(n, line) for n, line in enumerate(read_text(path).split("\n"), start=1) if line.strip()]
     if not lines:
@@ -135,18 +122,13 @@ def _from_counts(
         raise FileError(f"{path}: a round accepted {most} drafted tokens, which is impossible with K = {k}")
     notes = []
     if tokens_per_prompt is None:
-        notes.append(
-            "the ends of prompts are guessed from decreases; if all have the same number of tokens, set "
-            "--tokens-per-prompt"
-        )
+        remedy = "if all have the same number of tokens, set --tokens-per-prompt"
+        notes.append(f"the ends of prompts are guessed from decreases; {remedy}")
     if k is None:
         notes.append(f"the number of drafted tokens per round, {most}, is guessed from the most accepted; set -k")
     drafted = most if k is None else k
-    prompts = [
-        (index, None, stats_of([(drafted, n - 1) for n in rounds], 0, sum(rounds)))
-        for index, rounds in enumerate(found)
-    ]
-    return {RecordedArm(k=k): [*prompts]}, notes
+    stats = [stats_of([(drafted, n - 1) for n in rounds], 0, sum(rounds)) for rounds in found]
+    return {RecordedArm(k=k): [(index, None, one) for index, one in enumerate(stats)]}, notes
 
 
 def read_rounds(path: Path, tokens_per_prompt: int | None = None) -> list[list[int]]:
@@ -155,20 +137,14 @@ def read_rounds(path: Path, tokens_per_prompt: int | None = None) -> list[list[i
     A batch ends where a count decreases. That is a guess: it misses the end of a batch if the first round of the next
     batch commits at least as many tokens as the previous one had in total. If every sequence has at least
     ``tokens_per_prompt`` tokens, a batch ends when all rows have that many, and nothing is guessed. A count that stays
-    the same belongs to a finished row.
-
-    Raises:
-        FileError: with the line number.
-    """
+    the same belongs to a finished row. Raises FileError: with the line number."""
     batches: list[list[list[int]]] = []  # counts, by batch and line
     last: list[int] = []
 
     def check_end(number: int) -> None:
         if tokens_per_prompt is not None and last and min(last) < tokens_per_prompt:
-            raise FileError(
-                f"{path}, line {number}: a sequence ended after {min(last)} tokens, not {tokens_per_prompt}: "
-                "omit --tokens-per-prompt to guess the ends"
-            )
+            ended = f"a sequence ended after {min(last)} tokens, not {tokens_per_prompt}"
+            raise FileError(f"{path}, line {number}: {ended}: omit --tokens-per-prompt to guess the ends")
 
     number = 0
     for number, line in enumerate(read_text(path).splitlines(), start=1):
@@ -184,20 +160,15 @@ def read_rounds(path: Path, tokens_per_prompt: int | None = None) -> list[list[i
             last = [0] * len(counts)
         most = max(new - old for new, old in zip(counts, last, strict=True))
         if most > MAX_NUM_DRAFT_TOKENS + 1:
-            raise FileError(
-                f"{path}, line {number}: a round of {most} tokens, but K is at most {MAX_NUM_DRAFT_TOKENS}: do not "
-                "count prompt tokens"
-            )
+            limit = f"a round of {most} tokens, but K is at most {MAX_NUM_DRAFT_TOKENS}"
+            raise FileError(f"{path}, line {number}: {limit}: do not count prompt tokens")
         batches[-1].append(counts)
         last = counts
     if not batches:
         raise FileError(f"{path} has no rounds in it")
     check_end(number)
-    return [
-        [new - old for old, new in zip([0, *row], row, strict=False) if new > old]
-        for lines in batches
-        for row in zip(*lines, strict=True)
-    ]
+    rows = (row for lines in batches for row in zip(*lines, strict=True))
+    return [[new - old for old, new in pairwise((0, *row)) if new > old] for row in rows]
 
 
 def read_tensors(path: Path) -> list[tuple[int, ...]]:

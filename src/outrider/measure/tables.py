@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from outrider.records import Interval
-
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -17,17 +15,8 @@ def new_table(title: str, *columns: str, num_texts: int = 1) -> Table:
     from rich.table import Table
 
     out = Table(title=escape(title), title_justify="left", box=box.SIMPLE, padding=(0, 1, 0, 0))
-    for place, name in enumerate(columns):
-        is_text = place < num_texts
-        out.add_column(
-            name, justify="left" if is_text else "right", no_wrap=not is_text, overflow="fold", min_width=8 * is_text
-        )
+    for name in columns[:num_texts]:
+        out.add_column(name, overflow="fold", min_width=8)
+    for name in columns[num_texts:]:
+        out.add_column(name, justify="right", no_wrap=True, overflow="fold", min_width=0)
     return out
-
-
-def interval_text(interval: Interval | None, digits: int = 2) -> str:
-    """Format like 1.31 [1.25, 1.38], with the bracket escaped for rich."""
-    if interval is None:
-        return "-"
-    ends = "" if interval.low is None else f" \\[{interval.low:.{digits}f}, {interval.high:.{digits}f}]"
-    return f"{interval.value:.{digits}f}{ends}"

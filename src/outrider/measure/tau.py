@@ -22,17 +22,13 @@ def stats_of(rounds: Iterable[tuple[int, int]], num_truncated_rounds: int, num_g
     """Count rounds, each (drafted, accepted)."""
     pairs = list(rounds)
 
-    def histogram(values: Iterable[int]) -> tuple[int, ...]:
-        found = list(values)
-        return tuple(found.count(i) for i in range(max(found, default=-1) + 1))
+    def histogram(values: list[int]) -> tuple[int, ...]:
+        return tuple(values.count(i) for i in range(max(values, default=-1) + 1))
 
-    return Stats(
-        num_generated_tokens,
-        acceptance_histogram=histogram(accepted for _, accepted in pairs),
-        drafted_histogram=histogram(drafted for drafted, _ in pairs),
-        full_histogram=histogram(drafted for drafted, accepted in pairs if drafted == accepted),
-        num_truncated_rounds=num_truncated_rounds,
-    )
+    accepted = histogram([num_accepted for _, num_accepted in pairs])
+    drafted = histogram([num_drafted for num_drafted, _ in pairs])
+    full = histogram([num_drafted for num_drafted, num_accepted in pairs if num_drafted == num_accepted])
+    return Stats(num_generated_tokens, accepted, drafted, full, num_truncated_rounds)
 
 
 def counts_json(prompts: Sequence[Stats]) -> dict[str, Any]:
@@ -52,17 +48,9 @@ def counts_json(prompts: Sequence[Stats]) -> dict[str, Any]:
     positions = []
     for i in range(1, longest + 1):
         judged = at_least[i - 1] - full[i - 1]  # i-1 were accepted and an i-th was drafted
-        counts: dict[str, Any] = {
-            "position": i,
-            "num_drafted": drafted[i],
-            "num_judged": judged,
-            "num_accepted": at_least[i],
-        }
-        rates = {
-            "conditional": at_least[i] / judged if judged else None,
-            "unconditional": at_least[i] / drafted[i] if drafted[i] else None,
-        }
-        positions.append(counts | rates)
+        counts = {"num_drafted": drafted[i], "num_judged": judged, "num_accepted": at_least[i]}
+        conditional, unconditional = (at_least[i] / num if num else None for num in (judged, drafted[i]))
+        positions.append({"position": i, **counts, "conditional": conditional, "unconditional": unconditional})
     return {"tau": tau and tau.to_json(), "stats": stats.to_json(), "positions": positions}
 
 
@@ -101,12 +89,8 @@ class Prediction(NamedTuple):
 
 def predict(ks: Sequence[int], *, alpha: float, c: float, v: float, c_ops: float) -> list[Prediction]:
     """For each K: the speed-up tau / (K c + v), for v = 1 that of theorem 3.8, and the operations (K c_ops + K + 1) /
-    tau of theorem 3.11.
-
-    Args:
-        alpha: the probability that a drafted token is accepted if those before it are, at any position.
-        c, v: the time of a draft step and that of a verify, over that of a plain step.
-        c_ops: the operations of a draft step over those of a plain step.
-    """
+    tau of theorem 3.11. ``alpha``: the probability that a drafted token is accepted if those before it are, at any
+    position. ``c``, ``v``: the time of a draft step and that of a verify, over that of a plain step. ``c_ops``: the
+    operations of a draft step over those of a plain step."""
     tau = list(accumulate(alpha**i for i in range(max(ks) + 1)))
     return [Prediction(k, tau[k], tau[k] / (k * c + v), (k * c_ops + k + 1) / tau[k]) for k in ks]

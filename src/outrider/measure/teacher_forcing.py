@@ -28,11 +28,8 @@ _MOST_LOGITS, _MOST_COLUMNS = 2**25, 128
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A text whose tokens from ``num_given`` (at least 1) on are scored.
-
-    Attributes:
-        num_prompt: tokens from here on count as output for penalties; None for ``num_given``.
-    """
+    """A text whose tokens from ``num_given`` (at least 1) on are scored. ``num_prompt``: tokens from here on count as
+    output for penalties; None for ``num_given``."""
 
     ids: Sequence[int]
     num_given: int = 1
@@ -133,13 +130,8 @@ def force(
             scored, next_ids = logits[is_scored], following[is_scored]
             if constraints is not None:
                 scored.masked_fill_(_forbidden(constraints, rows, next_ids, lm.vocab_size), -torch.inf)
-            yield ForcedTokens(
-                rows=rows,
-                places=(columns + 1 - num_given)[is_scored],
-                ids=next_ids,
-                logits=scored,
-                history=steps.map(itemgetter(is_scored)),
-            )
+            places = (columns + 1 - num_given)[is_scored]
+            yield ForcedTokens(rows, places, next_ids, scored, steps.map(itemgetter(is_scored)))
 
 
 def _forbidden(constraints: Sequence[Constraint], rows: Tensor, ids: Tensor, vocab_size: int) -> Tensor:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
@@ -44,35 +45,31 @@ class ServerApi:
     """The API of a kind of server.
 
     Attributes:
-        fields: field of each sampling option; the server has no other options of the same meaning.
+        fields: sampling options; the server has no other options of the same meaning.
         always: fields of every request: they ask for token ids, and switch off what a server has on by default.
         has_logprobs: token ids are in the log-probabilities.
         nested: field that holds the options as JSON.
         counts_end: the number of tokens in ``usage`` includes the end token.
     """
 
-    fields: Mapping[str, str]
+    fields: Sequence[str]
     always: Mapping[str, Any] = field(default_factory=dict)
     has_logprobs: bool = False
     nested: str | None = None
     counts_end: bool = True
 
 
-def _same(*names: str) -> dict[str, str]:
-    return {name: name for name in names}
-
-
 _FILTERS = ("temperature", "top_k", "top_p", "min_p")
-_ALL = _same(*_FILTERS, "repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens")
+_ALL = (*_FILTERS, "repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens")
 _NO_PENALTY = {"repeat_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 _IN_ORDER = {"samplers": ["penalties", "temperature", "top_k", "top_p", "min_p"]}
 ENGINES = {
     "outrider": ServerApi(_ALL, {"return_tokens_as_token_ids": True}, has_logprobs=True),
     "vllm": ServerApi(_ALL, {"return_token_ids": True}),
-    "llama.cpp": ServerApi(_same(*_FILTERS), _NO_PENALTY | _IN_ORDER | {"return_tokens": True, "verbose": True}),
-    "llama-cpp-python": ServerApi(_same(*_FILTERS), _NO_PENALTY, counts_end=False),
-    "transformers": ServerApi(_same(*_FILTERS, "repetition_penalty"), nested="generation_config"),
-    "openai": ServerApi(_same("temperature", "top_p", "presence_penalty", "frequency_penalty"), has_logprobs=True),
+    "llama.cpp": ServerApi(_FILTERS, _NO_PENALTY | _IN_ORDER | {"return_tokens": True, "verbose": True}),
+    "llama-cpp-python": ServerApi(_FILTERS, _NO_PENALTY, counts_end=False),
+    "transformers": ServerApi((*_FILTERS, "repetition_penalty"), nested="generation_config"),
+    "openai": ServerApi(("temperature", "top_p", "presence_penalty", "frequency_penalty"), has_logprobs=True),
 }
 _OWNERS = {"outrider": "outrider", "vllm": "vllm", "llamacpp": "llama.cpp", "me": "llama-cpp-python"}
 
@@ -100,14 +97,8 @@ class Endpoint:
         cls, url: str, model: str | None, engine: str, prompt: str | Chat, sampling: Sampling, *, tokenizer: Any
     ) -> Endpoint:
         """Find a server's API and model, and send one request for one token to see which fields it takes. Raises
-        OptionError, WorkerError.
-
-        Args:
-            model: None for the only one.
-            engine: a name of ``ENGINES``, or "auto".
-            prompt: of that request; if it is a chat, all are.
-            tokenizer: the target's.
-        """
+        OptionError, WorkerError. ``model``: None for the only one. ``engine``: a name of ``ENGINES``, or "auto".
+        ``prompt``: of that request; if it is a chat, all are. ``tokenizer``: the target's."""
         key = os.environ.get(API_KEY)
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         try:
@@ -155,7 +146,7 @@ class Endpoint:
     def sample(self, prompt: str | Chat, *, seed: int, max_tokens: int | None = None) -> dict[str, Any]:
         """Fields of a sample (``outrider.offline.jsonl``). Raises WorkerError."""
         own = {"seed": seed if self.has_seeds else None, "max_tokens": max_tokens}
-        body: dict[str, Any] = {**self.body, **{name: value for name, value in own.items() if value is not None}}
+        body = {**self.body, **{name: value for name, value in own.items() if value is not None}}
         body |= _chat_fields(prompt) if isinstance(prompt, Chat) else {"prompt": prompt}
         answer = self._post("chat/completions" if self.is_chat else "completions", body)
         try:
@@ -227,7 +218,7 @@ def _options(engine: ServerApi, name: str, sampling: Sampling) -> dict[str, Any]
         if option not in engine.fields and given[option] != neutral[option]:
             flag = f"--{option.replace('_', '-')}"
             raise OptionError(flag, given[option], f"the API of {name} has no field of this meaning: leave it out")
-    options = {field: given[option] for option, field in engine.fields.items()}
+    options = {option: given[option] for option in engine.fields}
     limit = {"max_tokens": sampling.max_new_tokens}
     if engine.nested is None:
         return options | limit
@@ -290,11 +281,6 @@ def _ids_by_bytes(tokenizer: Any) -> dict[bytes, int]:
     spelled = None if tokenizer is None else token_bytes(tokenizer)
     if spelled is None or not spelled.has_letters:
         return {}
-    found: dict[bytes, int] = {}
-    doubles = set()
-    for token_id in range(len(tokenizer)):
-        text = spelled.of(token_id)
-        doubles |= {text} & found.keys()
-        found[text] = token_id
-    doubles.add(b"")
-    return {text: token_id for text, token_id in found.items() if text not in doubles}
+    texts = [spelled.of(token_id) for token_id in range(len(tokenizer))]
+    counts = Counter(texts)
+    return {text: token_id for token_id, text in enumerate(texts) if text and counts[text] == 1}

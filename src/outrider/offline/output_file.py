@@ -20,7 +20,7 @@ from outrider.errors import FileError, OutriderError
 from outrider.offline.prompt_file import PromptFile
 from outrider.offline.prompt_row import PromptLine
 from outrider.records import Completion, Stats
-from outrider.system.files import parse_row
+from outrider.system.files import file_errors, parse_row
 
 _LOG = logging.getLogger(__name__)
 _ROW_BEGINS = b'{"index": '  # the prefix of every line
@@ -87,14 +87,9 @@ class Totals:
         return ", ".join(filter(None, [*parts, "interrupted" if self.is_interrupted else ""]))
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "completions": self.rows,
-            "num_failed": self.num_failed,
-            "tokens_per_s": self.tokens_per_s,
-            "stats": self.stats.to_json(),
-            "time_s": self.time_s,
-            "is_interrupted": self.is_interrupted,
-        }
+        names = "num_failed", "tokens_per_s", "stats", "time_s", "is_interrupted"
+        found = {"completions": self.rows, **{name: getattr(self, name) for name in names}}
+        return found | {"stats": self.stats.to_json()}
 
 
 @contextmanager
@@ -102,19 +97,15 @@ def open_output(path: Path) -> Iterator[OutputFile]:
     """Open the output file for this process alone. A file that was made here and is empty at the end is removed. Raises
     FileError: it cannot be written, or another process writes to it."""
     existed = path.exists()
-    stream = _open(path)
-    while _is_regular(stream) and not _is_at(stream, path):  # another run has removed the file before it was locked
-        stream.close()
-        stream = _open(path)
+    while _is_regular(stream := _open(path)) and not _is_at(stream, path):
+        stream.close()  # another run has removed the file before it was locked
     try:
         yield OutputFile(path, stream)
     finally:
         if not existed and _is_regular(stream) and not os.fstat(stream.fileno()).st_size:
             path.unlink(missing_ok=True)  # while it is locked
-        try:
+        with file_errors("write", path):  # a network file system may report only now that it is full
             stream.close()
-        except OSError as error:  # a network file system may report only now that it is full
-            raise FileError(f"cannot write {path}: {error.strerror}") from None
 
 
 def _is_at(stream: FileIO, path: Path) -> bool:
@@ -131,10 +122,8 @@ def _is_regular(stream: FileIO) -> bool:
 
 def _open(path: Path) -> FileIO:
     """Open a file to append to, and exclude other runs until it is closed. Raises FileError."""
-    try:
+    with file_errors("write", path):
         stream = FileIO(path, "a")
-    except OSError as error:
-        raise FileError(f"cannot write {path}: {error.strerror}") from None
     if not _is_regular(stream):
         return stream
     try:
@@ -177,12 +166,9 @@ class OutputFile:
     ) -> tuple[bytearray, int]:
         """Read the progress of earlier runs: whether each prompt of the file is done (one byte each: files may be
         large), and how many of those at these indices ended in an error. Cuts off an incomplete last line, or one with
-        zeros in it. ``settings_of`` tells the settings that this run would write for a prompt.
-
-        Raises:
-            FileError: a line belongs to another run (another prompt or other settings) or shard, or is not output at
-                all. The file is left unchanged.
-        """
+        zeros in it. ``settings_of`` tells the settings that this run would write for a prompt. Raises FileError: a line
+        belongs to another run (another prompt or other settings) or shard, or is not output at all. The file is left
+        unchanged."""
         finished = bytearray(len(prompts))
         if not _is_regular(self._stream):
             return finished, 0

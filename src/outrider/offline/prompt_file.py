@@ -15,7 +15,7 @@ from typing import IO
 
 from outrider.errors import FileError, OptionError
 from outrider.offline.prompt_row import PromptLine, prompt_of
-from outrider.system.files import parse_json, parse_row
+from outrider.system.files import file_errors, parse_json, parse_row
 
 # Prompts per slot in a sorted window: rows generated together span a 64th of its lengths. Larger windows gain little,
 # and move rows further from their neighbours in the file, with which they may share a cached prefix.
@@ -29,10 +29,7 @@ class PromptFile:
 
     If the first non-blank line begins with ``{``, the file is JSON lines (see ``prompt_of``). A JSON array has the same
     objects as items, or strings. In any other file each non-blank line is a prompt. ``files`` closes opened files.
-
-    Raises:
-        FileError: with file and place. Lines are parsed on demand, an array at once.
-    """
+    Raises FileError: with file and place. Lines are parsed on demand, an array at once."""
 
     def __init__(self, path: Path, stream: IO[bytes], files: ExitStack) -> None:
         self.path, self._stream, self._kind = path, stream, _kind_of(stream)
@@ -99,7 +96,7 @@ def _kind_of(stream: IO[bytes]) -> str:
 def open_prompts(path: Path) -> Iterator[PromptFile]:
     """Open the prompts of a file or a pipe. Raises FileError, with file and line number."""
     with ExitStack() as files:
-        try:
+        with file_errors("read", path):
             stream: IO[bytes] = files.enter_context(path.open("rb"))
             if not stream.seekable():  # a pipe can be read once only
                 copy = files.enter_context(tempfile.TemporaryFile())
@@ -107,8 +104,6 @@ def open_prompts(path: Path) -> Iterator[PromptFile]:
                 copy.seek(0)
                 stream = copy
             prompts = PromptFile(path, stream, files)
-        except OSError as error:
-            raise FileError(f"cannot read {path}: {error.strerror}") from None
         yield prompts
 
 
@@ -116,16 +111,11 @@ def read_prompts(path: Path) -> list[PromptLine]:
     """Read all prompts, for commands without per-prompt sampling options. Raises FileError, with file and line."""
     with open_prompts(path) as prompts:
         lines = list(prompts)
-    check_without_options(path, lines)
-    return lines
-
-
-def check_without_options(path: Path, lines: Iterable[PromptLine]) -> None:
-    """Raises FileError: a prompt has sampling options of its own."""
     for line in lines:
         for name in line.options:
             message = f"this command does not support per-prompt options ({name!r}), only 'outrider generate' does"
             raise FileError(f"{path}, {line.place}: {message}: give them on the command line, for all prompts")
+    return lines
 
 
 def parse_shard(text: str | None) -> slice:

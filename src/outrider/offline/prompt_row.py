@@ -128,7 +128,6 @@ def _options_of(where: str, given: dict[str, Any]) -> dict[str, Any]:
                 raise ValueError
             given["logit_bias"] = {int(token_id): float(value) for token_id, value in bias.items()}
         except (AttributeError, ValueError, TypeError, OverflowError):
-            raise FileError(
-                f'{where}: logit_bias must map token ids to numbers, like {{"42": -5, "43": "-inf"}}'
-            ) from None
+            example = '{"42": -5, "43": "-inf"}'
+            raise FileError(f"{where}: logit_bias must map token ids to numbers, like {example}") from None
     return given

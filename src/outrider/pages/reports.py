@@ -13,7 +13,8 @@ from typing import Any
 from outrider.system.files import short_names
 
 _Document = Mapping[str, Any]
-_PARTS = "draft", "verify", "rest"  # of the time of a token
+Columns = Mapping[str, str | Callable[[Any], str]]
+_PARTS = "prefill", "draft", "verify", "rest"  # of the time of a token
 _TIMED = "round", "draft", "verify"
 _NAMES = "target", "draft", "name", "arm"  # of models, and of what begins with one
 
@@ -30,8 +31,13 @@ class Table:
     num_texts: int = 1
     most_rows: int | None = None
 
-    def html(self) -> str:
+    @classmethod
+    def of(cls, title: str, entries: Sequence[_Document], columns: Columns, note: str = "", **more: Any) -> Table:
+        """Table with a row for each entry. A column has a key of the entries, or makes the text from an entry."""
+        rows = [[one[by] if isinstance(by, str) else by(one) for by in columns.values()] for one in entries]
+        return cls(title, [*columns], rows, note, **more)
 
+    def html(self) -> str:
         def cells(kind: str, row: Sequence[str]) -> str:
             return "".join(
                 f"<{kind}{' class=n' * (place >= self.num_texts)}>{escape(text)}</{kind.split()[0]}>"
@@ -50,11 +56,7 @@ Report = tuple[Sequence[Table], Sequence[str]]  # tables, and lines below them
 
 
 def report_of(document: _Document) -> Report:
-    """Report of a document.
-
-    Args:
-        document: of analyze, compare, latency, plan or replay, as read from JSON.
-    """
+    """Report of a document. ``document``: of analyze, compare, latency, plan or replay, as read from JSON."""
     names: dict[str, str] = {}
     _map_names(document, lambda name: names.setdefault(name, name))
     short = dict(zip(names, short_names(names), strict=True))
@@ -138,20 +140,14 @@ def _latency(document: _Document) -> Report:
 def _compare(document: _Document) -> Report:
     arms, num_runs = document["arms"], document["arms"][0]["num_cases"]
     runs = "1 run" if num_runs == 1 else f"{num_runs} runs"
-    rows = [
-        (
-            _label(arm),
-            str(arm["k"] or "–"),
-            *(
-                f"{1e3 * arm['time_s'][part] / arm['stats']['num_generated_tokens']:.2f}"
-                for part in ("prefill", *_PARTS)
-            ),
-        )
-        for arm in arms
-    ]
+
+    def times(arm: _Document) -> list[str]:
+        return [f"{1e3 * arm['time_s'][part] / arm['stats']['num_generated_tokens']:.2f}" for part in _PARTS]
+
+    rows = [(_label(arm), _k(arm), *times(arm)) for arm in arms]
     tables = [
         _arms_table(f"{document['options']['target']}, {runs} of each arm, in turn", arms),
-        Table("Parts of a token's time, ms", ("arm", "K", "prefill", *_PARTS), rows),
+        Table("Parts of a token's time, ms", ("arm", "K", *_PARTS), rows),
     ]
     lines = ["One run has no interval: use --num-runs 5 or more."] * (num_runs == 1)
     same = {one["arm"]: one for one in document["same_bytes"]}
@@ -174,24 +170,17 @@ def _bytes(same: _Document | None) -> str:
 
 def _replay(document: _Document) -> Report:
     alphas = {one["draft"]: one["alpha"] for one in document["drafts"]}
-    rows = [
-        (
-            arm["draft"],
-            str(arm["k"]),
-            _interval(arm["tau"]),
-            _percent(arm["stats"]),
-            "–" if alphas[arm["draft"]] is None else f"{alphas[arm['draft']]['value']:.3f}",
-        )
-        for arm in document["arms"]
-    ]
+    columns: Columns = {
+        "draft": "draft",
+        "K": _k,
+        "tau, 95%": lambda arm: _interval(arm["tau"]),
+        "accepted / drafted": lambda arm: _percent(arm["stats"]),
+        "alpha": lambda arm: "–" if alphas[arm["draft"]] is None else f"{alphas[arm['draft']]['value']:.3f}",
+    }
     note = "tau: tokens per round, expected given the log, with an interval over the prompts; alpha: E sum min(p, q)"
     temperature, rule = document["log_options"]["temperature"], document["options"]["acceptance"]
     title = f"{document['target']}, {document['num_prompts']} prompts, temperature {temperature:g}, {rule}"
-    return [Table(title, ("draft", "K", "tau, 95%", "accepted / drafted", "alpha"), rows, note)], []
-
-
-def _analyze(document: _Document) -> Report:
-    return [rounds_table(str(document["options"]["file"]), document["arms"])], document["notes"]
+    return [Table.of(title, document["arms"], columns, note)], []
 
 
 def rounds_table(title: str, arms: Sequence[_Document]) -> Table:
@@ -204,7 +193,7 @@ def rounds_table(title: str, arms: Sequence[_Document]) -> Table:
             arm["draft"] or "–",
             *[arm["acceptance"] or "–"] * (len(rules) > 1),
             *[one.get("category", "all")] * has_categories,
-            str(arm["k"] or "–"),
+            _k(arm),
             str(one["num_prompts"]),
             str(round(one["stats"]["num_rounds"])),
             _interval(one["tau"]),
@@ -220,31 +209,29 @@ def rounds_table(title: str, arms: Sequence[_Document]) -> Table:
     return Table(title, columns, rows, note, num_texts=len(texts))
 
 
-_REPORTS: dict[str, Callable[[_Document], Report]] = {
-    "analyze": _analyze,
-    "compare": _compare,
-    "latency": _latency,
-    "plan": _plan,
-    "replay": _replay,
-}
+def _analyze(document: _Document) -> Report:
+    return [rounds_table(str(document["options"]["file"]), document["arms"])], document["notes"]
+
+
+_REPORTS = {"analyze": _analyze, "compare": _compare, "latency": _latency, "plan": _plan, "replay": _replay}
 
 
 def _arms_table(title: str, arms: Sequence[_Document]) -> Table:
-    rows = [
-        (
-            _label(arm),
-            str(arm["k"] or "–"),
-            _pm(arm["ms_per_token"], 2),
-            f"{arm['tokens_per_s']:.0f}",
-            _interval(arm["speed_up"]),
-            f"{arm['stats']['mean_acceptance_length'] or 1:.2f}",
-            _pm(arm["prefill_ms"], 1),
-        )
-        for arm in arms
-    ]
+    columns: Columns = {
+        "arm": _label,
+        "K": _k,
+        "ms/token": lambda arm: _pm(arm["ms_per_token"], 2),
+        "tok/s": lambda arm: f"{arm['tokens_per_s']:.0f}",
+        "speed-up, 95%": lambda arm: _interval(arm["speed_up"]),
+        "tau": lambda arm: f"{arm['stats']['mean_acceptance_length'] or 1:.2f}",
+        "prefill ms": lambda arm: _pm(arm["prefill_ms"], 1),
+    }
     note = "ms/token: mean ± standard deviation, without the prefill; tau: tokens per round"
-    columns = "arm", "K", "ms/token", "tok/s", "speed-up, 95%", "tau", "prefill ms"
-    return Table(title, columns, rows, note)
+    return Table.of(title, arms, columns, note)
+
+
+def _k(arm: _Document) -> str:
+    return str(arm["k"] or "–")
 
 
 def _label(arm: _Document) -> str:

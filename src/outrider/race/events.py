@@ -40,6 +40,7 @@ class RaceEvents:
     def start(self) -> dict[str, Any]:
         decoder, prompt = self._arms[0].decoder, self._case.prompt
         target, *names = short_names([decoder.target.name, *(arm.name for arm in self._arms)])
+        named = zip(names, self._arms, strict=True)
         return {
             "type": "start",
             "target": target,
@@ -48,10 +49,7 @@ class RaceEvents:
             "acceptance": decoder.acceptance,
             "temperature": {**decoder.sampling_defaults, **self._options}.get("temperature", 1.0),
             "max_new_tokens": self._options["max_new_tokens"],
-            "arms": [
-                {"name": name, "draft": arm.draft, "k": arm.num_draft_tokens}
-                for name, arm in zip(names, self._arms, strict=True)
-            ],
+            "arms": [{"name": name, "draft": arm.draft, "k": arm.num_draft_tokens} for name, arm in named],
         }
 
     def round(self, which: int, chunk: Chunk) -> dict[str, Any]:
@@ -76,11 +74,7 @@ class RaceEvents:
         }
 
     def end(self, measured: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
-        """Event for the end.
-
-        Args:
-            measured: documents of the arms, if measured apart from the race.
-        """
+        """Event for the end. ``measured``: documents of the arms, if measured apart from the race."""
         arms = [{"stats": arm.stats.to_json(), "time_s": arm.timing.to_json()} for arm in self._progress]
         return {"type": "end", "arms": arms, "measured": list(measured)}
 

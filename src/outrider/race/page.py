@@ -38,12 +38,8 @@ HEADERS = {
 
 
 def recorded_page(events: Sequence[Mapping[str, Any]], document: Mapping[str, Any] | None = None) -> str:
-    """Self-contained page that replays a race, with tables below, and fetches nothing.
-
-    Args:
-        events: see outrider.race.events.
-        document: of ``outrider compare``, with the measurement after the race.
-    """
+    """Self-contained page that replays a race, with tables below, and fetches nothing. ``events``: see
+    outrider.race.events. ``document``: of ``outrider compare``, with the measurement after the race."""
     page, style, script = (read_file(name)[1] for name in ("race.html", "race.css", "race.js"))
     content = _policy(_hash(script), _hash(style), "")
     # A script ends at "</script" anywhere, and "<!--" would change where its end is looked for.
@@ -75,14 +71,9 @@ def _below(document: Mapping[str, Any]) -> str:
         items = (f"<dt>{escape(name)}</dt><dd>{escape(str(text))}</dd>" for name, text in texts.items())
         return f'<dl class="pairs">{"".join(items)}</dl>'
 
-    parts = [table.html() for table in tables]
-    parts += [f"<p>{escape(line)}</p>" for line in lines]
-    parts += [
-        f"<h2>How it was measured{stopped}</h2><pre>{escape(command)}</pre>",
-        pairs(document["options"]),
-        pairs(origin),
-    ]
-    return "\n".join(parts)
+    parts = [*(table.html() for table in tables), *(f"<p>{escape(line)}</p>" for line in lines)]
+    parts.append(f"<h2>How it was measured{stopped}</h2><pre>{escape(command)}</pre>")
+    return "\n".join([*parts, pairs(document["options"]), pairs(origin)])
 
 
 def _hash(content: str) -> str:

@@ -30,11 +30,17 @@ def read_text(path: Path) -> str:
 
 
 def read_bytes(path: Path) -> bytes:
-    """Read a file. Raises FileError if it cannot be read."""
-    try:
+    with file_errors("read", path):
         return path.read_bytes()
+
+
+@contextmanager
+def file_errors(verb: str, path: Path) -> Iterator[None]:
+    """Raise FileError for errors of the system, with the path; ``verb``: "read" or "write"."""
+    try:
+        yield
     except OSError as error:
-        raise FileError(f"cannot read {path}: {error.strerror}") from None
+        raise FileError(f"cannot {verb} {path}: {error.strerror}") from None
 
 
 def short_name(name: str) -> str:
@@ -89,10 +95,8 @@ def check_writable(path: Path) -> None:
         return
     path = path.resolve()
     existed = path.exists()
-    try:
+    with file_errors("write", path):
         path.open("a").close()
-    except OSError as error:
-        raise FileError(f"cannot write {path}: {error.strerror}") from None
     if not existed:
         path.unlink()
 
@@ -123,14 +127,12 @@ def write_whole(path: Path, data: bytes, *, mode: int = 0o666) -> None:
 def write_text(path: Path, text: str) -> None:
     """Write a file atomically. A link is followed. A device or a pipe is appended to. Raises FileError: it cannot be
     written."""
-    try:
+    with file_errors("write", path):
         if _is_stream(path):
             with path.open("ab") as stream:
                 stream.write(text.encode())
         else:
             write_whole(path.resolve(), text.encode())
-    except OSError as error:
-        raise FileError(f"cannot write {path}: {error.strerror}") from None
 
 
 def _is_stream(path: Path) -> bool:
@@ -147,12 +149,8 @@ def cache_folder(name: str) -> Path:
 
 @contextmanager
 def alone(path: Path, on_wait: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Let one process at a time run the context; the others wait. If files cannot be locked, none waits.
-
-    Args:
-        path: a lock file.
-        on_wait: called before this process waits.
-    """
+    """Let one process at a time run the context; the others wait. If files cannot be locked, none waits. ``path``: a
+    lock file. ``on_wait``: called before this process waits."""
     try:
         from filelock import FileLock, Timeout  # here, since files are fetched before anything is installed
     except ImportError:

@@ -92,10 +92,7 @@ class Ranks:
 
     def follow(self, module: Any = None) -> None:
         """Make the calls of the first process until it ends. Raises DistError: it was killed, or has failed.
-
-        Args:
-            module: a share that this process has loaded itself (see ``take_part``).
-        """
+        ``module``: a share that this process has loaded itself (see ``take_part``)."""
         import torch
 
         if module is not None:
@@ -210,10 +207,8 @@ def any_process(flags: Tensor) -> Tensor:
 def check_equal(function: Callable[..., Any], *arguments: Any) -> None:
     """Raises RankError: a function has different results in the processes."""
     if len(set(_ranks.lead(function, arguments))) > 1:
-        raise RankError(
-            "the processes of this job have generated different tokens, or would: check that all have the same files "
-            "and versions"
-        )
+        remedy = "check that all have the same files and versions"
+        raise RankError(f"the processes of this job have generated different tokens, or would: {remedy}")
 
 
 def is_one_of_several() -> bool:
@@ -234,30 +229,22 @@ def join() -> Ranks:
     if has_cuda:
         local_rank, num_devices = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
         if local_rank >= num_devices:
-            raise DeviceError(
-                f"there are {os.environ['LOCAL_WORLD_SIZE']} processes and {num_devices} CUDA devices here: "
-                f"torchrun --nproc-per-node {num_devices}"
-            )
+            found = f"{os.environ['LOCAL_WORLD_SIZE']} processes and {num_devices} CUDA devices"
+            raise DeviceError(f"there are {found} here: torchrun --nproc-per-node {num_devices}")
         torch.cuda.set_device(local_rank)
     if not dist.is_initialized():
         dist.init_process_group("cpu:gloo,cuda:nccl" if has_cuda else "gloo", timeout=_TIMEOUT)
     address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = dist.TCPStore(*address)  # type: ignore[attr-defined]  # torchrun's own
     attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
-    _ranks = Ranks(
-        dist.get_rank(),
-        dist.get_world_size(),
-        dist.PrefixStore(f"outrider {attempt}", store),  # type: ignore[attr-defined]
-    )
+    own_store = dist.PrefixStore(f"outrider {attempt}", store)  # type: ignore[attr-defined]
+    _ranks = Ranks(dist.get_rank(), dist.get_world_size(), own_store)
     return _ranks
 
 
 def take_part(module: Any = None) -> Ranks:
-    """Join the job. Only the first process returns: the others follow it, and exit when it does.
-
-    Args:
-        module: a shared model in memory, the first of the job; each process has loaded its share itself.
-    """
+    """Join the job. Only the first process returns: the others follow it, and exit when it does. ``module``: a shared
+    model in memory, the first of the job; each process has loaded its share itself."""
     is_new = _ranks.size == 1
     ranks = join()
     if ranks.rank:

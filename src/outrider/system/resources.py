@@ -28,12 +28,8 @@ _SLOW = 0.5  # cores below this part of the capacity of the fastest are efficien
 
 def useful_threads(allowed: Set[int] | None = None, root: Path = _ROOT) -> int | None:
     """Number of physical cores that this process may use, without efficiency cores, up to its container's quota: at
-    least 1; None where the system does not tell (macOS, Windows).
-
-    Args:
-        allowed: numbers of the processors that it may use; those that it might use at its start unless given.
-        root: of the file systems ``/sys`` and ``/proc``.
-    """
+    least 1; None where the system does not tell (macOS, Windows). ``allowed``: numbers of the processors that it may
+    use; those that it might use at its start unless given. ``root``: of the file systems ``/sys`` and ``/proc``."""
     allowed = _ALLOWED if allowed is None else allowed
     if allowed is None:
         return None

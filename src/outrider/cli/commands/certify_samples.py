@@ -16,7 +16,7 @@ from outrider.cli.shared.findings import FindingsOptions
 from outrider.cli.shared.flat import flat
 from outrider.cli.shared.options import PromptsOption, SamplingOptions, check_alone, field_of
 from outrider.cli.shared.output import as_read, json_text, make_document
-from outrider.cli.shared.pair_options import MachineOptions, PairOptions, options_json
+from outrider.cli.shared.pair_options import MachineOptions, options_json
 from outrider.cli.shared.progress import progress
 from outrider.cli.shared.template_options import TemplateOptions, encode_lines
 from outrider.errors import FileError, OptionError, PromptError, WorkerError
@@ -165,7 +165,7 @@ def certify_samples(
     files = [path for _, _, path in servers.files(file)] or [file]
     lines = [read_samples(path, _NAMES) for path in files] if servers.server is None else []
 
-    pair = PairOptions(target=target, draft=[draft], **asdict(machine))
+    pair = replace(machine, target=target, draft=[draft])
     plain = pair.load()
     decoder = replace(plain, drafter=pair.load_draft(plain, draft))
     if not lines:

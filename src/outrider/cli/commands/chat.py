@@ -12,21 +12,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from outrider.cli.shared import options as shared
 from outrider.cli.shared.flat import flat
-from outrider.cli.shared.options import (
-    EndOptions,
-    GenerationConfigOption,
-    NumDraftTokensOption,
-    SamplingOptions,
-    is_given,
-    not_given,
-    over_checkpoint,
-)
 from outrider.cli.shared.output import console_for, say
 from outrider.cli.shared.pair_options import PairOptions, single_k
 from outrider.cli.shared.progress import until_first
 from outrider.cli.shared.template_options import TemplateOptions
-from outrider.cli.shared.terminal import Writer, without_caret
+from outrider.cli.shared.terminal import write_chunks
 from outrider.errors import FileError, OptionError, OutriderError
 from outrider.system.files import short_name, short_names
 
@@ -34,7 +26,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from outrider.decoder import Decoder
-    from outrider.records import Chunk
     from outrider.requests.session import Session
     from outrider.text.chat import Chat, ChatOptions
 
@@ -54,19 +45,19 @@ Ctrl-C        stop the answer, and keep what there is of it"""
 def chat(
     context: typer.Context,
     pair: PairOptions,
-    sampling: SamplingOptions,
-    end: EndOptions,
+    sampling: shared.SamplingOptions,
+    end: shared.EndOptions,
     template: TemplateOptions,
     draft_name: Annotated[str | None, typer.Argument(metavar="DRAFT", help="In place of --draft.")] = None,
-    num_draft_tokens: NumDraftTokensOption = None,
+    num_draft_tokens: shared.NumDraftTokensOption = None,
     seed: Annotated[int | None, typer.Option(help="Base seed; answer i gets seed + i. Default: random.")] = None,
-    generation_config: GenerationConfigOption = "auto",
+    generation_config: shared.GenerationConfigOption = "auto",
 ) -> None:
     """Chat with a model: smollm2 if it is installed, else fable. Accepted drafted tokens are underlined.
 
     Each line of standard input is a message. A model without a chat template continues the text instead."""
     pair = _named(pair, draft_name, context)
-    sampling = over_checkpoint(sampling, context, generation_config, pair.target, pair.models)
+    sampling = shared.over_checkpoint(sampling, context, generation_config, pair.target, pair.models)
     draft, k = pair.single_draft, single_k(num_draft_tokens, pair, sampling, seed)
     sampling.to_options(seed=seed, num_seeds=1)
     decoder = pair.load()
@@ -79,7 +70,7 @@ def chat(
     if is_chat:
         is_open = generation_config != "none" and sampling.temperature > 0
         if is_open and not stated_sampling(resolve(pair.target, pair.models)).options:
-            taken = not_given(context, FOR_CHATS)
+            taken = shared.not_given(context, FOR_CHATS)
             sampling = replace(sampling, **taken)
             if taken:
                 notes.append(f"sampling: {values_text(taken)}, since {name} states none")
@@ -113,18 +104,14 @@ def _named(pair: PairOptions, draft: str | None, context: typer.Context) -> Pair
         if pair.draft is not None:
             raise OptionError("--draft", ", ".join(pair.draft), f"give it or the argument {draft!r}, not both")
         return replace(pair, draft=[draft])
-    is_open = pair.draft is None and context.params["first"] is None and not is_given(context, "target")
+    is_open = pair.draft is None and context.params["first"] is None and not shared.is_given(context, "target")
     return replace(pair, target=_SMALL_CHAT) if is_open and is_local(known_models()[_SMALL_CHAT]) else pair
 
 
 @dataclass(slots=True)
 class Conversation:
     """A chat; or one text that user and base model write in turn, where each part of the user is a line of its own.
-
-    Attributes:
-        options: of the chat template; None for a base model.
-        turns: text of the user, and answer, of each.
-    """
+    ``options``: of the chat template; None for a base model. ``turns``: text of the user, and answer, of each."""
 
     model: str
     options: ChatOptions | None
@@ -135,11 +122,8 @@ class Conversation:
         if self.options is not None:
             from outrider.text.chat import Chat
 
-            said = [
-                *(one for turn in self.turns for one in zip(("user", "assistant"), turn, strict=True)),
-                ("user", text),
-            ]
-            messages = [{"role": role, "content": content} for role, content in said]
+            said = [*(part for turn in self.turns for part in turn), text]
+            messages = [{"role": ("user", "assistant")[i % 2], "content": part} for i, part in enumerate(said)]
             return Chat(messages, self.options) if text.strip() else None
         whole = ""
         for own, answer in [*self.turns, (text, "")]:
@@ -186,21 +170,10 @@ def _answer(
     from outrider.records import Completion, Timing
 
     ids = decoder.encode(prompt)
-    chunks: list[Chunk] = []
-    writer = Writer(console)
-    with _interrupts() as is_interrupted, without_caret():
+    with _interrupts() as is_interrupted:
         stream = until_first(session.stream(ids, **options), f"reading {len(ids):,} tokens")
-        try:
-            for chunk in stream:
-                chunks.append(chunk)
-                writer.write_chunk(chunk, _STYLES)
-                if is_interrupted():
-                    break
-        except KeyboardInterrupt:
-            pass
-        finally:
-            del stream  # cancels the row
-            writer.end()
+        chunks, _ = write_chunks(stream, console, _STYLES, is_over=is_interrupted)
+        del stream  # cancels the row
     if options["seed"] is not None:
         options["seed"] += 1
     if not chunks:

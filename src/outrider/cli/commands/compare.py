@@ -5,32 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
+from outrider.cli.shared import options as shared
 from outrider.cli.shared.findings import difference_lines
 from outrider.cli.shared.flat import flat
-from outrider.cli.shared.options import (
-    EndOptions,
-    GenerationConfigOption,
-    JsonOption,
-    NumDraftTokensListOption,
-    SamplingOptions,
-    SeedOption,
-    over_checkpoint,
-    parse_k,
-)
-from outrider.cli.shared.output import (
-    console_for,
-    make_document,
-    print_report,
-    report_context_limit,
-    say,
-    write_document,
-)
+from outrider.cli.shared.output import report_context_limit, say
 from outrider.cli.shared.pair_options import PairOptions, options_json
-from outrider.cli.shared.progress import count_items, gather, progress
+from outrider.cli.shared.progress import measure_all, progress, warm_up_all
 from outrider.cli.shared.template_options import TemplateOptions, hint_at_chat, read_prompt
 from outrider.errors import OptionError, OutriderError
 from outrider.system.files import short_names, write_text
@@ -54,41 +38,37 @@ _TASK = (
 def compare(
     command: typer.Context,
     pair: PairOptions,
-    sampling: SamplingOptions,
-    end: EndOptions,
+    sampling: shared.SamplingOptions,
+    end: shared.EndOptions,
     template: TemplateOptions,
-    prompt: Annotated[
-        str | None,
-        typer.Argument(
-            help="Text to continue, or with --chat to answer; - is standard input. Default: one that is built in; of a "
-            "model for chats, a task."
-        ),
-    ] = None,
-    num_draft_tokens: NumDraftTokensListOption = "4",
-    num_runs: Annotated[int, typer.Option(help="Measured runs of each arm, in turn, after the race.")] = 5,
-    seed: SeedOption = 0,
-    html: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write an HTML page: the race, then tables.")
-    ] = None,
-    generation_config: GenerationConfigOption = "auto",
-    json_target: JsonOption = None,
+    *,
+    prompt: str | None = typer.Argument(
+        None,
+        help="Text to continue, or with --chat to answer; - is standard input. Default: one that is built in; of a "
+        "model for chats, a task.",
+    ),
+    num_draft_tokens: shared.NumDraftTokensListOption = "4",
+    num_runs: int = typer.Option(5, help="Measured runs of each arm, in turn, after the race."),
+    seed: shared.SeedOption = 0,
+    html: Path | None = typer.Option(None, metavar="FILE", help="Write an HTML page: the race, then tables."),
+    generation_config: shared.GenerationConfigOption = "auto",
+    report: shared.ReportOptions,
 ) -> None:
     """Race plain against speculative decoding. The speed-up is measured, with its 95% interval.
 
     Exit code 1: texts differ that should be the same bytes."""
-    sampling = over_checkpoint(sampling, command, generation_config, pair.target, pair.models)
-    ks = parse_k(num_draft_tokens)
+    sampling = shared.over_checkpoint(sampling, command, generation_config, pair.target, pair.models)
+    ks = shared.parse_k(num_draft_tokens)
     if num_runs < 1:
         raise OptionError("--num-runs", num_runs, "a whole number >= 1")
     options = sampling.to_options(seed=seed, num_seeds=num_runs, **end.to_options())
-    if pair.draft_names == ["none"]:
-        raise OptionError("--draft", "none", "there is nothing to compare: choose a model or suffix")
+    pair.check_compared()
     if prompt is not None:
         prompt = read_prompt(prompt)
 
     decoder = pair.load()
 
-    from outrider.measure.arms import Arm, Case, arms_by_k, interleave, names_of_drafts, summarise, warm_up
+    from outrider.measure.arms import Arm, Case, arms_by_k, names_of_drafts
     from outrider.race.events import RaceEvents
 
     if prompt is None:
@@ -103,10 +83,8 @@ def compare(
     for name, drafter in pair.load_drafts(decoder).items():
         arms += arms_by_k(replace(decoder, drafter=drafter), name, ks)
     cases = [Case(run, asked, seed + run) for run in range(num_runs)]
-    with progress("warming up", len(arms)) as advance:
-        for arm in count_items(arms, advance):
-            warm_up([arm], cases, options)
-    console = console_for(json_target)
+    warm_up_all(arms, cases, options)
+    console = report.console()
     console.print(prompt, style="dim", markup=False, soft_wrap=not console.is_terminal)
     # The race is not measured: drawing between rounds would slow the arm with the most rounds.
     events, rounds = RaceEvents(arms, cases[0], options), []
@@ -116,10 +94,7 @@ def compare(
             rounds.append(events.round(arms.index(arm), chunk))
 
     shown = _show_race(console, arms, cases[0], options | {"reports_drafts": html is not None}, record)
-    measurements, is_interrupted = gather(interleave(arms, cases, options), num_runs * len(arms), "measuring, runs")
-    summaries = summarise(measurements, arms)
-    if not summaries:
-        raise typer.Exit(130)
+    summaries, is_interrupted = measure_all(arms, cases, options, "measuring, runs")
     with progress("comparing the texts"):
         same, is_stopped = _same_bytes(summaries, cases, options)
     is_interrupted |= is_stopped
@@ -131,10 +106,8 @@ def compare(
         "is_interrupted": is_interrupted,
     }
     more = {"draft": names_of_drafts(arms), "prompt": prompt, "num_draft_tokens": ks, "num_runs": num_runs}
-    document = make_document("compare", options_json(pair, options, **more, **template.to_json()), body, decoder)
-    print_report(console, document)
-    if json_target is not None:
-        write_document(json_target, document)
+    settings = options_json(pair, options, **more, **template.to_json())
+    document = report.finish("compare", settings, body, decoder)
     if html is not None:
         from outrider.race.page import recorded_page
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from outrider.cli.shared.flat import flat
-from outrider.cli.shared.options import JsonOption, field_of
+from outrider.cli.shared.options import JsonOption, ModelsOption, field_of
 from outrider.cli.shared.output import clear_line, console_for, write_json
 from outrider.cli.shared.pair_options import AllowPickleOption, DeviceOption, ThreadsOption, set_threads
 from outrider.cli.shared.progress import progress
@@ -120,7 +120,7 @@ def distill(
     output: Annotated[Path, typer.Option(help="Folder for the draft. An interrupted run resumes.")],
     shape: ShapeOptions,
     training: TrainingOptions,
-    models: Annotated[Path | None, typer.Option(help="TOML file with more model names.")] = None,
+    models: ModelsOption = None,
     device: DeviceOption = "auto",
     threads: ThreadsOption = None,
     allow_pickle: AllowPickleOption = False,

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Any
 
-import typer
+from typer import Option
 
 from outrider.cli.shared.flat import flat
 from outrider.cli.shared.options import JsonOption, NumDraftTokensOption, SamplingOptions, SeedOption
@@ -24,13 +24,14 @@ def multiplication(
     pair: PairOptions,
     sampling: SamplingOptions,
     num_draft_tokens: NumDraftTokensOption = None,
-    num_prompts: Annotated[int, typer.Option(min=1, help="Problems to solve.")] = 600,
-    batch_size: Annotated[int, typer.Option(min=1, help="Problems solved concurrently.")] = 8,
+    num_prompts: int = Option(600, min=1, help="Problems to solve."),
+    batch_size: int = Option(8, min=1, help="Problems solved concurrently."),
     seed: SeedOption = 0,
     json_target: JsonOption = None,
 ) -> None:
     """Score multiplication problems. Is the first line after "a * b = " the product?"""
-    k, draft = single_k(num_draft_tokens, pair, sampling, seed), pair.compared_draft
+    k, draft = single_k(num_draft_tokens, pair, sampling, seed), pair.single_draft
+    pair.check_compared()
     options = sampling.to_options(seed=seed, num_seeds=num_prompts)
 
     decoder = pair.load()
@@ -47,30 +48,21 @@ def multiplication(
     only_plain, only_speculative, p = mcnemar(scores["plain"], scores["speculative"])
 
     console, body = console_for(json_target), {name: result.to_json() for name, result in scores.items()}
-    rows = [
-        (
-            name,
-            f"{one['num_solved']} of {num_prompts}",
-            f"{one['wald']['value']:.1%}",
-            *(f"{one[interval]['low']:.1%} to {one[interval]['high']:.1%}" for interval in ("wald", "wilson")),
-            f"{one['stats']['mean_acceptance_length'] or 1:.2f}",
-        )
-        for name, one in body.items()
-    ]
+
+    def row(name: str, one: dict[str, Any]) -> list[str]:
+        ends = [f"{one[interval]['low']:.1%} to {one[interval]['high']:.1%}" for interval in ("wald", "wilson")]
+        solved, tau = f"{one['num_solved']} of {num_prompts}", one["stats"]["mean_acceptance_length"] or 1
+        return [name, solved, f"{one['wald']['value']:.1%}", *ends, f"{tau:.2f}"]
+
+    rows = [row(*one) for one in body.items()]
     title = f"{' with '.join(short_names([decoder.target.name, draft]))}, K = {k}, {decoder.acceptance}"
     show_table(console, Table(title, ("arm", "solved", "rate", "95% Wald", "95% Wilson", "tau"), rows))
-    console.print(
-        f"Solved by one arm only: {only_plain} plain, {only_speculative} speculative; McNemar's exact test of no "
-        f"difference: p = {p:.2g}."
-    )
+    only = f"{only_plain} plain, {only_speculative} speculative"
+    console.print(f"Solved by one arm only: {only}; McNemar's exact test of no difference: p = {p:.2g}.")
     more = {"draft": [draft], "num_draft_tokens": k, "num_prompts": num_prompts, "batch_size": batch_size}
     settings = options_json(pair, options, **more)
-    document = {
-        "scores": body,
-        "difference": {"only_plain": only_plain, "only_speculative": only_speculative, "p": p},
-        "problems": [
-            {"a": a, "b": b, **{name: result.answers[i] for name, result in scores.items()}}
-            for i, (a, b) in enumerate(sheet)
-        ],
-    }
+    difference = {"only_plain": only_plain, "only_speculative": only_speculative, "p": p}
+    answers = ({name: result.answers[i] for name, result in scores.items()} for i in range(num_prompts))
+    solved = [{"a": a, "b": b} | own for (a, b), own in zip(sheet, answers, strict=True)]
+    document = {"scores": body, "difference": difference, "problems": solved}
     write_json(json_target, "eval-multiplication", settings, document, decoder)

@@ -6,11 +6,11 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Option
 
 from outrider.cli.shared.flat import flat
-from outrider.cli.shared.options import JsonOption, SamplingOptions, parse_k
-from outrider.cli.shared.output import console_for, print_command, write_json
+from outrider.cli.shared.options import JsonOption, ModelsOption, SamplingOptions, parse_k
+from outrider.cli.shared.output import console_for, write_json
 from outrider.cli.shared.pair_options import TargetOption
 from outrider.cli.shared.progress import progress
 from outrider.errors import OptionError
@@ -21,22 +21,17 @@ from outrider.system.ranks import is_one_of_several
 @flat
 def export(
     sampling: SamplingOptions,
-    to: Annotated[str, typer.Option(help="Engine: vllm, llama.cpp.")],
-    output: Annotated[Path, typer.Option(help="Folder for the files.")],
+    to: Annotated[str, Option(help="Engine: vllm, llama.cpp.")],
+    output: Annotated[Path, Option(help="Folder for the files.")],
     target: TargetOption = "fable",
-    draft: Annotated[
-        str | None,
-        typer.Option(
-            help="Model, or EAGLE-3 or DFlash head. Known name, folder or hub id. Default: fable-draft for fable."
-        ),
-    ] = None,
-    num_draft_tokens: Annotated[
-        str, typer.Option("-k", "--num-draft-tokens", help="Tokens drafted per round. auto: that of a head, else 4.")
-    ] = "auto",
-    context: Annotated[
-        int | None, typer.Option(help="Maximum tokens of a sequence. Default: the target's context.")
-    ] = None,
-    models: Annotated[Path | None, typer.Option(help="TOML file with more model names.")] = None,
+    draft: str | None = Option(
+        None, help="Model, or EAGLE-3 or DFlash head. Known name, folder or hub id. Default: fable-draft for fable."
+    ),
+    num_draft_tokens: str = Option(
+        "auto", "-k", "--num-draft-tokens", help="Tokens drafted per round. auto: that of a head, else 4."
+    ),
+    context: int | None = Option(None, help="Maximum tokens of a sequence. Default: the target's context."),
+    models: ModelsOption = None,
     json_target: JsonOption = None,
 ) -> None:
     """Write the files to serve a pair with another engine. Configuration, command, and the engine's rule."""
@@ -84,12 +79,12 @@ def export(
     written = write_folder(output, engine, pair, k, asked, setting, most)
     console, about = console_for(json_target), RULES[engine.rules[setting]]
     for line in (
-        f"{engine.name} {engine.version}, {names[0]} with {names[1]}: {output}",
+        f"{engine.name} {engine.version}, {' with '.join(names)}: {output}",
         f"  {', '.join(written)}",
         f"K = {k}. A drafted token is accepted with probability {about}.",
     ):
         console.print(line, soft_wrap=not console.is_terminal, markup=False)
-    print_command(console, f"cd {output} && sh serve.sh")
+    console.print(f"  cd {output} && sh serve.sh", style="bold", markup=False, soft_wrap=True)
     named = {"engine": {"name": engine.name, "version": engine.version}, "law": engine.rules[setting]}
     settings = {"to": to, "target": names[0], "draft": names[1], "output": output, "context": context}
     settings |= {"num_draft_tokens": num_draft_tokens, "models": models, **asdict(sampling)}

@@ -7,29 +7,20 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
+from typer import Argument, Option
 
+from outrider.cli.shared import options as shared
 from outrider.cli.shared.findings import difference_lines
 from outrider.cli.shared.flat import flat
-from outrider.cli.shared.options import (
-    EndOptions,
-    GenerationConfigOption,
-    JsonOption,
-    NumDraftTokensOption,
-    ProbsOption,
-    SamplingOptions,
-    StructureOptions,
-    check_constraint,
-    over_checkpoint,
-)
 from outrider.cli.shared.output import console_for, make_document, report_context_limit, say, write_document
 from outrider.cli.shared.pair_options import PairOptions, single_k
 from outrider.cli.shared.progress import progress, until_first
 from outrider.cli.shared.ray_workers import RayOptions, open_ray_workers
 from outrider.cli.shared.template_options import TemplateOptions, hint_at_chat, read_prompt
-from outrider.cli.shared.terminal import Writer, without_caret
+from outrider.cli.shared.terminal import write_chunks
 from outrider.errors import OptionError
 from outrider.options import Sampling
 from outrider.system.files import short_name
@@ -41,7 +32,6 @@ if TYPE_CHECKING:
     from outrider.cli.shared.prompt_job import Setup, Workers
     from outrider.decoder import Decoder
     from outrider.offline.output_file import Totals
-    from outrider.records import Chunk
 
 _STYLES = {"accepted": "green", "correction": "bold red", "bonus": "bold blue"}
 
@@ -50,53 +40,42 @@ _STYLES = {"accepted": "green", "correction": "bold red", "bonus": "bold blue"}
 def generate(
     command: typer.Context,
     pair: PairOptions,
-    sampling: SamplingOptions,
-    end: EndOptions,
-    structure: StructureOptions,
+    sampling: shared.SamplingOptions,
+    end: shared.EndOptions,
+    structure: shared.StructureOptions,
     template: TemplateOptions,
     cluster: RayOptions,
-    prompt: Annotated[
-        str | None, typer.Argument(help="Prompt, which may stand alone. Default, and -: standard input.")
-    ] = None,
-    prompts: Annotated[
-        Path | None,
-        typer.Option(
-            help="File of prompts. Plain lines, or JSON lines (or an array) with 'prompt' or 'messages' and optional "
-            "sampling options."
-        ),
-    ] = None,
-    output: Annotated[
-        Path | None, typer.Option(help="With --prompts: write JSON lines. An interrupted run resumes.")
-    ] = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="With --prompts: so many at once.")] = 1,
-    shard: Annotated[
-        str | None,
-        typer.Option(metavar="I/N", help="With --prompts: run part I of N. Each with its own --output file."),
-    ] = None,
-    num_draft_tokens: NumDraftTokensOption = None,
-    seed: Annotated[int | None, typer.Option(help="Prompt i gets this seed + i. Default: random.")] = None,
-    logprobs: Annotated[
-        int | None, typer.Option(help="Add log-probabilities to the JSON. Of each token, and of the N most probable.")
-    ] = None,
-    probs: ProbsOption = False,
-    show_origin: Annotated[
-        bool, typer.Option("--show-origin", help="Colour tokens by origin. Accepted, correction or bonus.")
-    ] = False,
-    verify_bytes: Annotated[
-        bool,
-        typer.Option("--verify-bytes", help="Generate without the draft, too. Differences are explained; exit code 1."),
-    ] = False,
-    verify_model: Annotated[
-        bool,
-        typer.Option("--verify-model", help="Compare logits with Transformers' code. A difference ends the command."),
-    ] = False,
-    generation_config: GenerationConfigOption = "auto",
-    json_target: JsonOption = None,
+    prompt: str | None = Argument(None, help="Prompt, which may stand alone. Default, and -: standard input."),
+    prompts: Path | None = Option(
+        None,
+        help="File of prompts. Plain lines, or JSON lines (or an array) with 'prompt' or 'messages' and optional "
+        "sampling options.",
+    ),
+    output: Path | None = Option(None, help="With --prompts: write JSON lines. An interrupted run resumes."),
+    batch_size: int = Option(1, min=1, help="With --prompts: so many at once."),
+    shard: str | None = Option(
+        None, metavar="I/N", help="With --prompts: run part I of N. Each with its own --output file."
+    ),
+    num_draft_tokens: shared.NumDraftTokensOption = None,
+    seed: int | None = Option(None, help="Prompt i gets this seed + i. Default: random."),
+    logprobs: int | None = Option(
+        None, help="Add log-probabilities to the JSON. Of each token, and of the N most probable."
+    ),
+    probs: bool = Option(False, "--probs", help="Keep p of each token. Replays of sampled outputs need it."),
+    show_origin: bool = Option(False, "--show-origin", help="Colour tokens by origin. Accepted, correction or bonus."),
+    verify_bytes: bool = Option(
+        False, "--verify-bytes", help="Generate without the draft, too. Differences are explained; exit code 1."
+    ),
+    verify_model: bool = Option(
+        False, "--verify-model", help="Compare logits with Transformers' code. A difference ends the command."
+    ),
+    generation_config: shared.GenerationConfigOption = "auto",
+    json_target: shared.JsonOption = None,
 ) -> None:
     """Generate text from a prompt, or from a file of prompts.
 
     Exit code 1: some prompts of the file failed; the others have output."""
-    sampling = over_checkpoint(sampling, command, generation_config, pair.target, pair.models)
+    sampling = shared.over_checkpoint(sampling, command, generation_config, pair.target, pair.models)
     draft, k = pair.single_draft, single_k(num_draft_tokens, pair, sampling, seed)
     if prompts is None:
         for option, value, default in (
@@ -135,7 +114,7 @@ def generate(
         num_seeds = 1 if lines is None else len(lines)
         more = {"logprobs": logprobs, **end.to_options(), **structure.to_options()}
         options = sampling.to_options(seed=seed, num_seeds=num_seeds, **more)
-        check_constraint(Sampling(**options))
+        shared.check_constraint(Sampling(**options))
         setup = Setup(pair, draft, k, options, template, probs)
 
         def local_worker(num_slots: int) -> LocalWorker:
@@ -151,22 +130,16 @@ def generate(
             console = console_for(json_target, has_colours=show_origin or None)
             row = _show(setup, worker.decoder, text, console, show_origin, totals)
         else:
+
+            def open_workers(num_prompts: int) -> Workers:
+                if cluster.ray is None:
+                    return local_worker(batch_size)
+                return files.enter_context(open_ray_workers(cluster, setup, batch_size, num_prompts))
+
             stream = sys.stderr if json_target == "-" else sys.stdout
-            workers = run_job(
-                setup,
-                lines,
-                files,
-                totals,
-                lambda num_prompts: (
-                    local_worker(batch_size)
-                    if cluster.ray is None
-                    else files.enter_context(open_ray_workers(cluster, setup, batch_size, num_prompts))
-                ),
-                num_slots=batch_size,
-                output=output,
-                write=partial(print, end="", file=stream, flush=True),
-                part=part,
-            )
+            write = partial(print, end="", file=stream, flush=True)
+            how: dict[str, Any] = {"num_slots": batch_size, "output": output, "write": write, "part": part}
+            workers = run_job(setup, lines, files, totals, open_workers, **how)
         summary, origin = totals.summary(workers.pair()), None if json_target is None else workers.origin()
     say(summary)
     same = _verify(setup, worker.decoder, row) if verify_bytes and not totals.is_interrupted else None
@@ -217,20 +190,9 @@ def _show(
 
     ids = setup.encode(decoder, prompt)
     report_context_limit(decoder.target.name, decoder.target.context_len, [ids], setup.options["max_new_tokens"])
-    chunks: list[Chunk] = []
-    writer = Writer(console)
     stream = until_first(decoder.stream(ids, **setup.options), f"reading {len(ids):,} tokens")
-    with without_caret():
-        try:
-            for chunk in stream:
-                if not chunks and console.file.isatty():
-                    writer.write(prompt, "dim")
-                chunks.append(chunk)
-                writer.write_chunk(chunk, _STYLES if has_colours else {})
-        except KeyboardInterrupt:
-            totals.is_interrupted = True
-        finally:
-            writer.end()
+    before, styles = prompt if console.file.isatty() else "", _STYLES if has_colours else {}
+    chunks, totals.is_interrupted = write_chunks(stream, console, styles, before=before)
     if has_colours:
         console.print("  ".join(f"[{style}]{origin}[/]" for origin, style in _STYLES.items()))
     hint_at_chat(decoder, [setup.template.prompt(prompt)])

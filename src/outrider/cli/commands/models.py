@@ -3,35 +3,39 @@
 from __future__ import annotations
 
 import math
+from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
+from typer import Option
 
 from outrider.cli.shared.flat import flat
-from outrider.cli.shared.options import JsonOption, parse_numbers
+from outrider.cli.shared.options import JsonOption, ModelsOption, parse_numbers
 from outrider.cli.shared.output import FILE_WIDTH, console_for, show_table, write_json
 from outrider.cli.shared.progress import progress
 from outrider.errors import OptionError
-from outrider.pages.reports import Table
+from outrider.pages.reports import Columns, Table
 from outrider.system.files import short_name
 from outrider.system.resources import available_bytes, size_text
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from outrider.models.registry import ModelSpec
 
 _NEED_NO_MODEL = "suffix, ngram, and mtp (if the checkpoint has the layers) need no other model"
+_YES = {None: "–", True: "yes", False: "no"}
 _USED = 0.9  # of the memory: the rest is for caches and activations
 
 
 @flat
 def models(
-    models: Annotated[Path | None, typer.Option("--models", help="TOML file with more model names.")] = None,
-    target: Annotated[
-        str | None, typer.Option(help="Predict the memory of this model. In all forms; known name, folder or hub id.")
-    ] = None,
-    devices: Annotated[str, typer.Option(help="With --target: tensor-parallel sizes, like 1,2,4,8.")] = "1",
-    dtype: Annotated[str, typer.Option(help="Assumed dtype: float64, float32, bfloat16 or float16.")] = "bfloat16",
+    models: ModelsOption = None,
+    target: str | None = Option(
+        None, help="Predict the memory of this model. In all forms; known name, folder or hub id."
+    ),
+    devices: str = Option("1", help="With --target: tensor-parallel sizes, like 1,2,4,8."),
+    dtype: str = Option("bfloat16", help="Assumed dtype: float64, float32, bfloat16 or float16."),
     json_target: JsonOption = None,
 ) -> None:
     """List the known models, with their sizes. Add your own names in a TOML file.
@@ -46,7 +50,7 @@ def models(
     options: dict[str, Any] = {"models": models, "dtype": dtype}
     if target is None:
         rows = _known(models, dtype)
-        show_table(console, _list(rows, console.width >= FILE_WIDTH))
+        _show_known(console, rows)
         console.print(f"Your own names: {user_file()}, or --models FILE.", style="dim")
         write_json(json_target, "models", options, {"models": rows})
         return
@@ -62,13 +66,22 @@ def models(
     drafts = _drafts(spec, models, dtype)  # first, since the target itself may be neither here nor within reach
     name = short_name(target)
     if drafts:
-        show_table(console, _of_target(name, drafts))
+        columns: Columns = {key: key for key in ("name", "kind", "format")}
+        columns = {**columns, "here": lambda row: _YES[row["is_here"]], "params": _params, "weights": _weights}
+        note = f"{_NEED_NO_MODEL[0].upper()}{_NEED_NO_MODEL[1:]}."
+        show_table(console, Table.of(f"Known drafts of {name}", drafts, columns, note, num_texts=4))
     else:
         console.print(f"No draft for {name} is known by name: {_NEED_NO_MODEL}.", soft_wrap=True)
     if is_head(spec):
         raise OptionError("--target", target, "a head takes about the size of its file: give a model")
     rows = _forms(spec, dtype, sizes)
-    show_table(console, _predicted(short_name(spec.name), rows))
+    columns = {
+        "form": lambda row: row["dtype"] if row["quantization"] == "none" else row["quantization"],
+        "fits here": lambda row: _YES[row["fits_here"]],
+        "devices": lambda row: str(row["num_devices"]),
+        "weights": _weights,
+    }
+    show_table(console, Table.of(f"{short_name(spec.name)}: for each device", rows, columns, num_texts=2))
     console.print("Fits here: the weights, in nine tenths of the memory.", style="dim")
     execution = predicted_execution(read_config(spec), pick_device("auto"))
     same_bytes = promise(execution, execution == "native")
@@ -83,12 +96,11 @@ def _known(models: Path | None, dtype: str) -> list[dict[str, Any]]:
 
     rows: list[dict[str, Any]] = []
     for spec in known_models(models).values():
-        sizes = sizes_of(spec)
-        row: dict[str, Any] = {"name": spec.name, "location": spec.location, "source": spec.source, "about": spec.about}
-        placed = spec.placement
+        sizes, placed = sizes_of(spec), spec.placement
         own_dtype = dtype if placed.dtype == "auto" else placed.dtype
-        device = None if placed.device == "auto" else placed.device
-        row |= {"dtype": "GGUF" if spec.gguf else own_dtype, "quantization": placed.quantization, "device": device}
+        row = {name: getattr(spec, name) for name in ("name", "location", "source", "about")}
+        row |= {"dtype": "GGUF" if spec.gguf else own_dtype, "quantization": placed.quantization}
+        row |= {"device": None if placed.device == "auto" else placed.device}
         if sizes is not None:
             row |= {"num_params": sizes.num_params, "context_len": sizes.context_len}
             row |= {"weights_bytes": sizes.weights_bytes(own_dtype)}
@@ -96,21 +108,18 @@ def _known(models: Path | None, dtype: str) -> list[dict[str, Any]]:
     return rows
 
 
-def _list(rows: list[dict[str, Any]], is_wide: bool) -> Table:
-    columns = "name", *["from"] * is_wide, "dtype", "params", "context", "weights"
-    cells = [
-        (
-            row["name"],
-            *[row["about"] or row["location"]] * is_wide,
-            row["dtype"],
-            _count(row.get("num_params")),
-            str(row.get("context_len") or "–"),
-            _size(row.get("weights_bytes")),
-        )
-        for row in rows
-    ]
+def _show_known(console: Console, rows: list[dict[str, Any]]) -> None:
+    is_wide = console.width >= FILE_WIDTH
+    columns: Columns = {
+        "name": "name",
+        **({"from": lambda row: row["about"] or row["location"]} if is_wide else {}),
+        "dtype": "dtype",
+        "params": _params,
+        "context": lambda row: str(row.get("context_len") or "–"),
+        "weights": _weights,
+    }
     note = "" if is_wide else "Where they come from: --json, or a wider terminal."
-    return Table("known models", columns, cells, note, num_texts=2 + is_wide)
+    show_table(console, Table.of("known models", rows, columns, note, num_texts=2 + is_wide))
 
 
 def _forms(spec: ModelSpec, dtype: str, sizes: list[int]) -> list[dict[str, Any]]:
@@ -143,12 +152,9 @@ def _forms(spec: ModelSpec, dtype: str, sizes: list[int]) -> list[dict[str, Any]
         return [row("GGUF", "none", 1, stored)]
     with torch.device("meta"):
         bare = skeleton(config, DTYPES[dtype])
-    return [
-        row(dtype, quantization, size, weights_bytes(bare, quantization, size))
-        for size in sizes
-        for quantization in ("none", *QUANTIZATIONS)
-        if quantization != "int4" or (size == 1 and device.type == "cpu")
-    ]
+    forms = product(sizes, ("none", *QUANTIZATIONS))
+    kept = [one for one in forms if one[1] != "int4" or (one[0] == 1 and device.type == "cpu")]
+    return [row(dtype, kind, size, weights_bytes(bare, kind, size)) for size, kind in kept]
 
 
 def _drafts(target: ModelSpec, models: Path | None, dtype: str) -> list[dict[str, Any]]:
@@ -156,57 +162,26 @@ def _drafts(target: ModelSpec, models: Path | None, dtype: str) -> list[dict[str
     from outrider.models.pairs import drafts_of, is_local
     from outrider.models.registry import known_models
 
-    rows = []
-    for spec in drafts_of(target, known_models(models)):
-        sizes = sizes_of(spec)
-        rows.append(
-            {
-                "name": spec.name,
-                "location": spec.location,
-                "kind": "model" if spec.head_of is None else "head",
-                "format": "safetensors" if spec.gguf is None else "GGUF",
-                "is_here": is_local(spec),
-                "num_params": None if sizes is None else sizes.num_params,
-                "weights_bytes": None if sizes is None else sizes.weights_bytes(dtype),
-            }
-        )
-    return rows
-
-
-def _of_target(name: str, drafts: list[dict[str, Any]]) -> Table:
-    rows = [
-        (
-            *(row[key] for key in ("name", "kind", "format")),
-            "yes" if row["is_here"] else "no",
-            _count(row["num_params"]),
-            _size(row["weights_bytes"]),
-        )
-        for row in drafts
+    return [
+        {
+            "name": spec.name,
+            "location": spec.location,
+            "kind": "model" if spec.head_of is None else "head",
+            "format": "safetensors" if spec.gguf is None else "GGUF",
+            "is_here": is_local(spec),
+            "num_params": sizes and sizes.num_params,
+            "weights_bytes": sizes and sizes.weights_bytes(dtype),
+        }
+        for spec in drafts_of(target, known_models(models))
+        for sizes in [sizes_of(spec)]
     ]
-    note = f"{_NEED_NO_MODEL[0].upper()}{_NEED_NO_MODEL[1:]}."
-    return Table(
-        f"Known drafts of {name}", ("name", "kind", "format", "here", "params", "weights"), rows, note, num_texts=4
-    )
 
 
-def _predicted(name: str, forms: list[dict[str, Any]]) -> Table:
-    rows = [
-        (
-            row["dtype"] if row["quantization"] == "none" else row["quantization"],
-            {None: "–", True: "yes", False: "no"}[row["fits_here"]],
-            str(row["num_devices"]),
-            _size(row["weights_bytes"]),
-        )
-        for row in forms
-    ]
-    return Table(f"{name}: for each device", ("form", "fits here", "devices", "weights"), rows, num_texts=2)
-
-
-def _count(number: int | None) -> str:
-    if number is None:
+def _params(row: dict[str, Any]) -> str:
+    if (number := row.get("num_params")) is None:
         return "–"
     return f"{number / 1e9:.1f} B" if number >= 1e9 else f"{number / 1e6:.1f} M"
 
 
-def _size(number: int | None) -> str:
-    return "–" if number is None else size_text(number)
+def _weights(row: dict[str, Any]) -> str:
+    return "–" if (number := row.get("weights_bytes")) is None else size_text(number)

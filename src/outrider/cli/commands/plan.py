@@ -7,20 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
+from typer import Context, Option
 
+from outrider.cli.shared import options as shared
 from outrider.cli.shared.flat import flat
-from outrider.cli.shared.options import (
-    GenerationConfigOption,
-    ReportOptions,
-    SamplingOptions,
-    SeedOption,
-    over_checkpoint,
-    parse_constant_k,
-    parse_numbers,
-)
 from outrider.cli.shared.output import report_context_limit
 from outrider.cli.shared.pair_options import PairOptions, options_json
 from outrider.cli.shared.progress import count_items, progress
@@ -37,43 +29,35 @@ _KNOWN = {"alpha": "0 <= alpha <= 1", "c": "c >= 0", "v": "v > 0", "c_ops": "c_o
 
 @flat
 def plan(
-    command: typer.Context,
+    command: Context,
     pair: PairOptions,
-    sampling: SamplingOptions,
+    sampling: shared.SamplingOptions,
     template: TemplateOptions,
-    report: ReportOptions,
-    num_draft_tokens: Annotated[
-        str | None,
-        typer.Option(
-            "-k", "--num-draft-tokens", help="K to choose from, like 1-8. Default: 1-16; a few with CUDA graphs."
-        ),
-    ] = None,
-    prompts: Annotated[Path | None, typer.Option(help="File of prompts for the target. Default: 15 sentences.")] = None,
-    log: Annotated[
-        Path | None, typer.Option(help="Output of generate --output --probs, whose sampling options hold.")
-    ] = None,
-    max_new_tokens: Annotated[int, typer.Option("-n", "--max-new-tokens", help="Tokens to generate per prompt.")] = 64,
-    batch_size: Annotated[str, typer.Option(help="One or several: 1,4.")] = "1",
-    context: Annotated[str, typer.Option(help="Lengths when rounds are timed: 64,512.")] = "64",
-    seed: SeedOption = 0,
-    what_if: Annotated[
-        str | None,
-        typer.Option(
-            help="Predict from numbers: alpha=0.8,c=0.05. alpha: acceptance probability of a "
-            "drafted token; c: cost of a draft step over a plain step; v, cost of a verify over a plain step "
-            "(default: 1); c_ops, operations of a draft step over a plain step (default: c)."
-        ),
-    ] = None,
-    generation_config: GenerationConfigOption = "auto",
+    report: shared.ReportOptions,
+    num_draft_tokens: str | None = Option(
+        None, "-k", "--num-draft-tokens", help="K to choose from, like 1-8. Default: 1-16; a few with CUDA graphs."
+    ),
+    prompts: Path | None = Option(None, help="File of prompts for the target. Default: 15 sentences."),
+    log: Path | None = Option(None, help="Output of generate --output --probs, whose sampling options hold."),
+    max_new_tokens: shared.NumTokensOption = 64,
+    batch_size: str = Option("1", help="One or several: 1,4."),
+    context: str = Option("64", help="Lengths when rounds are timed: 64,512."),
+    seed: shared.SeedOption = 0,
+    what_if: str | None = Option(
+        None,
+        help="Predict from numbers: alpha=0.8,c=0.05. alpha: acceptance probability of a drafted token; c: cost of a "
+        "draft step over a plain step; v, cost of a verify over a plain step (default: 1); c_ops, operations of a "
+        "draft step over a plain step (default: c).",
+    ),
+    generation_config: shared.GenerationConfigOption = "auto",
 ) -> None:
     """Predict the speed-up of every draft and K. From measured costs and acceptance; the result may be: no draft."""
     default_k = _EAGER_K if what_if is None else _WHAT_IF_K
-    ks = parse_constant_k(num_draft_tokens or default_k)
-    sizes, contexts = (
-        parse_numbers(name, value, "comma-separated whole numbers >= 1, like 1,4")
-        for name, value in (("--batch-size", batch_size), ("--context", context))
-    )
-    sampling = over_checkpoint(sampling, command, generation_config, pair.target, pair.models)
+    ks = shared.parse_constant_k(num_draft_tokens or default_k)
+    remedy = "comma-separated whole numbers >= 1, like 1,4"
+    sizes = shared.parse_numbers("--batch-size", batch_size, remedy)
+    contexts = shared.parse_numbers("--context", context, remedy)
+    sampling = shared.over_checkpoint(sampling, command, generation_config, pair.target, pair.models)
     options = sampling.to_options(seed=seed, num_seeds=1, max_new_tokens=max_new_tokens)
     if what_if is not None:
         known = _numbers_of(what_if)
@@ -114,7 +98,7 @@ def plan(
     else:
         recording = open_log(log, decoder.target.name, decoder.tokenizer)
         records, header = list(recording.records), recording.header
-        options |= {one.name: getattr(header.sampling, one.name) for one in fields(SamplingOptions)}
+        options |= {one.name: getattr(header.sampling, one.name) for one in fields(shared.SamplingOptions)}
         options["max_new_tokens"] = header.sampling.max_new_tokens
     counts: dict[tuple[str, int], Sequence[Stats]] = {}
     with progress("replaying the drafts", len(drafters) * len(records)) as advance:
@@ -135,16 +119,14 @@ def plan(
 
 def _setting_json(costs: Costs, found: Sequence[PairChoice]) -> dict[str, Any]:
     best = found[0] if found[0].speed_up.value > 1 else None
+    drafts = dict.fromkeys(name for name, _ in costs.rounds)
     return {
         "num_rows": costs.num_rows,
         "context": costs.context,
         "prefill_ms": 1e3 * costs.prefill_s,
         "plain_ms": 1e3 * costs.plain.round_s,
         "target_ms": [{"num_tokens": width, "ms": 1e3 * s} for width, s in costs.target_s().items()],
-        "draft_ms": [
-            {"draft": name, "ms": 1e3 * costs.draft_step_s(name)}
-            for name in dict.fromkeys(name for name, _ in costs.rounds)
-        ],
+        "draft_ms": [{"draft": name, "ms": 1e3 * costs.draft_step_s(name)} for name in drafts],
         "choices": [asdict(one) for one in found],
         "best": best and asdict(best),
     }

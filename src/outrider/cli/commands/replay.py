@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Argument, Context, Option
 
 from outrider.cli.shared.flat import flat
 from outrider.cli.shared.options import MODELS_PANEL, BatchSizeOption, ReportOptions, check_alone, parse_constant_k
 from outrider.cli.shared.output import say, show_table
-from outrider.cli.shared.pair_options import DraftOnlyOptions, PairOptions, set_threads
+from outrider.cli.shared.pair_options import DRAFT_OPTIONS, DraftOnlyOptions, set_threads
 from outrider.cli.shared.progress import count_items, progress
 from outrider.errors import FileError, OptionError
-from outrider.options import DEFAULT_ACCEPTANCE, Sampling
+from outrider.options import AUTO, DEFAULT_ACCEPTANCE, Sampling
 
 if TYPE_CHECKING:
     from outrider.drafters.base import Drafter
@@ -31,55 +31,40 @@ _OF_ROUNDS = "log", "per_prompt", "num_draft_tokens", "tokens_per_prompt", "json
 
 @flat
 def replay(
-    context: typer.Context,
+    context: Context,
     drafts: DraftOnlyOptions,
     report: ReportOptions,
-    log: Annotated[Path, typer.Argument(help="Output file of generate. With --per-prompt: or a file of rounds.")],
-    target: Annotated[
-        str | None,
-        typer.Option(
-            help="Target of the log, for drafts that need it. Heads, which read its hidden states, and drafts whose "
-            "tokens depend on where a round began.",
-            rich_help_panel=MODELS_PANEL,
-        ),
-    ] = None,
-    num_draft_tokens: Annotated[
-        str | None,
-        typer.Option(
-            "-k",
-            "--num-draft-tokens",
-            help="One or several K: 4, 1-8, 1,2,4. Default: 1-8; of cumulative counts: the most accepted in a round.",
-            rich_help_panel=MODELS_PANEL,
-        ),
-    ] = None,
+    log: Annotated[Path, Argument(help="Output file of generate. With --per-prompt: or a file of rounds.")],
+    target: str | None = Option(
+        None,
+        help="Target of the log, for drafts that need it. Heads, which read its hidden states, and drafts whose "
+        "tokens depend on where a round began.",
+        rich_help_panel=MODELS_PANEL,
+    ),
+    num_draft_tokens: str | None = Option(
+        None,
+        *("-k", "--num-draft-tokens"),
+        help="One or several K: 4, 1-8, 1,2,4. Default: 1-8; of cumulative counts: the most accepted in a round.",
+        rich_help_panel=MODELS_PANEL,
+    ),
     batch_size: BatchSizeOption = 8,
-    per_prompt: Annotated[
-        bool,
-        typer.Option(
-            "--per-prompt",
-            help="Summarise rounds by prompt and category. Of the log, drawn at random; or of a file: the --output of "
-            "generate, or lines of cumulative counts like [3, 5] (decoding-speculative-decoding), where a decrease "
-            "starts a new prompt, unless --tokens-per-prompt is given.",
-        ),
-    ] = False,
-    tokens_per_prompt: Annotated[
-        int | None, typer.Option(help="For cumulative counts: tokens generated per prompt.")
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Seed for --per-prompt. Rounds over sampled logs are random.")] = 0,
-    log_format: Annotated[
-        str,
-        typer.Option(
-            "--format",
-            help="Of the log: outrider or tensors. tensors: printed output ids of greedy decoding without prompts "
-            "(decoding-speculative-decoding), which needs --prompts and --tokenizer-of.",
-        ),
-    ] = "outrider",
-    prompts: Annotated[
-        Path | None, typer.Option(help="With --format tensors: the prompts, in the order of the log.")
-    ] = None,
-    tokenizer_of: Annotated[
-        str | None, typer.Option(help="With --format tensors: the model that the ids belong to.")
-    ] = None,
+    per_prompt: bool = Option(
+        False,
+        "--per-prompt",
+        help="Summarise rounds by prompt and category. Of the log, drawn at random; or of a file: the --output of "
+        "generate, or lines of cumulative counts like [3, 5] (decoding-speculative-decoding), where a decrease "
+        "starts a new prompt, unless --tokens-per-prompt is given.",
+    ),
+    tokens_per_prompt: int | None = Option(None, help="For cumulative counts: tokens generated per prompt."),
+    seed: int = Option(0, help="Seed for --per-prompt. Rounds over sampled logs are random."),
+    log_format: str = Option(
+        "outrider",
+        "--format",
+        help="Of the log: outrider or tensors. tensors: printed output ids of greedy decoding without prompts "
+        "(decoding-speculative-decoding), which needs --prompts and --tokenizer-of.",
+    ),
+    prompts: Path | None = Option(None, help="With --format tensors: the prompts, in the order of the log."),
+    tokenizer_of: str | None = Option(None, help="With --format tensors: the model that the ids belong to."),
 ) -> None:
     """Compute tokens per round of drafts from a log. For every draft and K, without generating it again."""
     if tokens_per_prompt is not None and tokens_per_prompt < 1:
@@ -102,9 +87,8 @@ def replay(
         raise OptionError("--format", log_format, f"choose {' or '.join(_FORMATS)}")
     given = [prompts is not None, tokenizer_of is not None]
     if target is not None and log_format == "tensors":
-        raise OptionError(
-            "--target", target, "tensors do not name the model that wrote them: write a log with generate --output"
-        )
+        remedy = "tensors do not name the model that wrote them: write a log with generate --output"
+        raise OptionError("--target", target, remedy)
     if (log_format == "tensors" and not all(given)) or (log_format != "tensors" and any(given)):
         raise OptionError("--format", log_format, "tensors need --prompts and --tokenizer-of; a log takes neither")
     if seed < 0:
@@ -121,10 +105,9 @@ def replay(
     if drafts.acceptance not in PREDICTED_RULES:
         raise OptionError("--acceptance", drafts.acceptance, f"choose one of {', '.join(PREDICTED_RULES)}")
     set_threads(drafts.threads)
-    decoder = pair = None
+    decoder = None
     if target is not None:
-        pair = PairOptions(target, **asdict(replace(drafts, acceptance=DEFAULT_ACCEPTANCE)))
-        decoder = pair.load()
+        decoder = replace(drafts, target=target, acceptance=DEFAULT_ACCEPTANCE).load()
     header: Header
     records: Sequence[Record]
     if prompts is not None and tokenizer_of is not None:
@@ -134,11 +117,13 @@ def replay(
         header, records = opened.header, opened.records
         if opened.num_failed:
             say(f"{log}: prompts without an output are left out ({opened.num_failed})")
-    how: dict[str, Any] = {"device": drafts.device, "dtype": drafts.dtype, "allow_pickle": drafts.allow_pickle}
+    how: dict[str, Any] = {name: getattr(drafts, name) for name in ("device", "dtype", "allow_pickle")}
     how |= {"header": header, "models_file": drafts.models, "corpus": drafts.corpus or ()}
+    names = replace(drafts, target=header.target).draft_names
+    if drafts.draft is None:  # auto needs the target
+        names = ["suffix" if name == AUTO else name for name in names]
     loaded: dict[str, Drafter] = dict(
-        (name, load_draft(name, **how)) if pair is None or decoder is None else pair.load_named(decoder, name)
-        for name in drafts.names(header.target)
+        (name, load_draft(name, **how)) if decoder is None else drafts.load_named(decoder, name) for name in names
     )
     drawn: dict[RecordedArm, list[PromptRounds]] = {}
 
@@ -162,7 +147,8 @@ def replay(
             counts, alpha = summarise(count_items(draw(replayed, name), advance), ks)
             body["drafts"].append({"draft": name, "alpha": alpha and alpha.to_json()})
             body["arms"] += [RecordedArm(name, k, drafts.acceptance)._asdict() | counts_json(counts[k]) for k in ks]
-    settings = asdict(drafts) | {"target": target, "draft": [*loaded], "num_draft_tokens": ks, "log": str(log)}
+    settings: dict[str, Any] = {name: getattr(drafts, name) for name in DRAFT_OPTIONS}
+    settings |= {"target": target, "draft": [*loaded], "num_draft_tokens": ks, "log": str(log)}
     settings |= {"format": log_format, "prompts": prompts and str(prompts), "tokenizer_of": tokenizer_of}
     settings |= {"batch_size": batch_size, "seed": seed, "models": drafts.models and str(drafts.models)}
     ran = next((lm for drafter in loaded.values() for lm in drafter.models), None)
@@ -212,18 +198,8 @@ def _foreign(log: Path, prompts: Path, tokenizer_of: str, models: Path | None) -
     for index, ids in enumerate(texts):
         if not ids or max(ids) >= num_tokens:
             raise FileError(f"{log}, output {index}: empty, or with ids unknown to {tokenizer_of}")
-    max_new_tokens = max(map(len, texts))
-    header = Header(
-        target=str(log),
-        sampling=Sampling(temperature=0.0, max_new_tokens=max_new_tokens),
-        has_probs=False,
-        vocab_size=num_tokens,
-        context_len=max(map(len, prompt_ids)) + max_new_tokens,
-        eos_ids=(),
-        tokenizer=fingerprint(tokenizer),
-    )
-    records = [
-        Record(index, line.category, 0, "length", given, ids)
-        for index, (line, given, ids) in enumerate(zip(lines, prompt_ids, texts, strict=True))
-    ]
-    return header, records
+    longest = max(map(len, texts))
+    sampling, context_len = Sampling(temperature=0.0, max_new_tokens=longest), max(map(len, prompt_ids)) + longest
+    header = Header(str(log), sampling, False, num_tokens, context_len, (), fingerprint(tokenizer))
+    known = enumerate(zip(lines, prompt_ids, texts, strict=True))
+    return header, [Record(i, line.category, 0, "length", given, ids) for i, (line, given, ids) in known]

@@ -7,12 +7,12 @@ import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
+from typer import Option
 
 from outrider.cli.shared.flat import flat
 from outrider.cli.shared.options import GenerationConfigOption, field_of, parse_k
@@ -36,10 +36,11 @@ _server = partial(field_of, "Server")
 class ServeOptions:
     """Options of the server."""
 
-    slots: int = _server(DEFAULT_NUM_SLOTS, "Sequences generated concurrently.", min=1, metavar="N")
-    context: int | None = _server(
+    num_slots: int = _server(DEFAULT_NUM_SLOTS, "Sequences generated concurrently.", "--slots", min=1, metavar="N")
+    context_len: int | None = _server(
         None,
         "Maximum tokens of a sequence, prompt included. Default: the target's context, at most 8192.",
+        "--context",
         min=2,
         metavar="N",
     )
@@ -64,14 +65,18 @@ class ServeOptions:
         metavar="N",
     )
     max_connections: int = _server(1024, "Maximum connections; requests on further ones get 503.", min=2, metavar="N")
-    priority_across_clients: bool = _server(
+    has_priority_across_clients: bool = _server(
         False,
         "Compare request priorities across clients. Default: clients take turns, and priority orders the requests of "
         "one client.",
         "--priority-across-clients",
     )
-    queue_timeout: float = _server(
-        600.0, "Maximum seconds that a request waits for a slot; then it gets 503.", min=1e-3, metavar="S"
+    queue_timeout_s: float = _server(
+        600.0,
+        "Maximum seconds that a request waits for a slot; then it gets 503.",
+        "--queue-timeout",
+        min=1e-3,
+        metavar="S",
     )
     tool_parser: str = _server(
         "auto",
@@ -90,8 +95,8 @@ class ServeOptions:
         "System prompt, or beginning of texts, that clients with different keys share. Repeatable.",
         metavar="FILE",
     )
-    shutdown_timeout: float = _server(
-        30.0, "Seconds that running requests may continue after SIGTERM.", min=0, metavar="S"
+    shutdown_timeout_s: float = _server(
+        30.0, "Seconds that running requests may continue after SIGTERM.", "--shutdown-timeout", min=0, metavar="S"
     )
 
 
@@ -99,21 +104,18 @@ class ServeOptions:
 def serve(
     pair: PairOptions,
     given: ServeOptions,
-    num_draft_tokens: Annotated[
-        str,
-        typer.Option(
-            "-k",
-            "--num-draft-tokens",
-            help="Tokens drafted per round, or auto. auto adapts K to the load; requests with a seed use 4.",
-            rich_help_panel="Models",
-        ),
-    ] = "auto",
+    num_draft_tokens: str = Option(
+        "auto",
+        *("-k", "--num-draft-tokens"),
+        help="Tokens drafted per round, or auto. auto adapts K to the load; requests with a seed use 4.",
+        rich_help_panel="Models",
+    ),
     generation_config: GenerationConfigOption = "auto",
 ) -> None:
     """Serve a target and its draft over OpenAI's API.
 
     Endpoints: /v1/chat/completions, /v1/responses, /v1/completions and others; the page at / shows a race."""
-    for name, seconds in (("--queue-timeout", given.queue_timeout), ("--shutdown-timeout", given.shutdown_timeout)):
+    for name, seconds in (("--queue-timeout", given.queue_timeout_s), ("--shutdown-timeout", given.shutdown_timeout_s)):
         if not seconds <= 1e6:  # nor infinite
             raise OptionError(name, seconds, "seconds, at most 1e6")
     k = parse_k(num_draft_tokens, "this command takes one number, or auto")[0]
@@ -153,26 +155,15 @@ def serve(
 
     def on_ready(model: ServedModel) -> None:
         gc.freeze()  # full collections stop all threads, for half a second if they go through all modules
-        for line in startup_lines(model.decoder, model.schedule, given.slots, model.capacity):
+        for line in startup_lines(model.decoder, model.schedule, given.num_slots, model.capacity):
             _LOG.info("%s", line)
         key = "any API key" if not keys else "with an API key"
         _LOG.info("ready: %s/v1 (model %s, %s)", url, names[0], key)
         _LOG.info("web page with a race of plain and speculative decoding: %s", url)
 
-    options = ServerOptions(
-        num_slots=given.slots,
-        context_len=given.context or 8192,
-        max_queue=given.max_queue,
-        queue_timeout_s=given.queue_timeout,
-        max_per_client=given.max_per_client,
-        max_connections=given.max_connections,
-        has_priority_across_clients=given.priority_across_clients,
-        api_keys=keys,
-        shutdown_timeout_s=given.shutdown_timeout,
-        tool_parser=given.tool_parser,
-        reasoning_parser=given.reasoning_parser,
-        shared_prompts=tuple(shared.values()),
-    )
+    read = {"api_keys": keys, "shared_prompts": tuple(shared.values()), "context_len": given.context_len or 8192}
+    values = asdict(given) | read
+    options = ServerOptions(**{field.name: values[field.name] for field in fields(ServerOptions)})
     with listener, _log_on_stderr():
         Server(names, load, options, listener, on_ready).run()
 

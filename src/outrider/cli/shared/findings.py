@@ -58,21 +58,19 @@ def _show_findings(
         least, wanted = statistical.detectable, statistical.wanted
         limit = f"Too few to detect even a complete deviation towards {towards}"
         if least is not None:
-            limit = (
-                f"A deviation towards {towards} of {least:.2%} or more, in total variation, would have been detected"
-            )
+            found = f"{least:.2%} or more, in total variation, would have been detected"
+            limit = f"A deviation towards {towards} of {found}"
         size = f"{statistical.num_tokens} tokens in {statistical.num_texts} samples."
         console.print(f"{size} {limit} with 99% probability.")
         for where, share in statistical.reuse_limits():
-            depends = f"if {share:.0%} of the tokens or more depend on them"
-            console.print(f"So would random numbers reused {where}, {depends}.")
+            depending = f"if {share:.0%} of the tokens or more depend on them."
+            console.print(f"So would random numbers reused {where}, {depending}")
         if wanted is not None and (least is None or least > wanted):
             console.print(f"The limit exceeds the requested {wanted:.2%}.")
         if statistical.estimate is not None:
-            console.print(
-                f"Estimated: {statistical.estimate:+.2%} ± {statistical.estimate_std:.2%} (one standard error); "
-                f"mean of -log p minus the entropy: {statistical.surprise_excess:+.4f} nats."
-            )
+            estimate = f"{statistical.estimate:+.2%} ± {statistical.estimate_std:.2%} (one standard error)"
+            excess = f"mean of -log p minus the entropy: {statistical.surprise_excess:+.4f} nats"
+            console.print(f"Estimated: {estimate}; {excess}.")
     if certificate.greedy:
         promise = f"Same bytes as plain decoding: {certificate.greedy[0].promise}"
         table = new_table(promise, "texts", "number", "tokens", "differ", "verdict")
@@ -112,10 +110,8 @@ def difference_lines(report: GreedyReport, unit: str, tokenizer: Any | None) -> 
     for one in report.differences:
         margin, gap = ("-" if value is None else f"{value:.2g}" for value in (one.margin, one.gap))
         plain, other = token(one.plain_id), token(one.other_id)
-        yield (
-            f"{unit} {one.prompt} differs from token {one.position} on ({plain} in plain decoding, {other} here): "
-            f"margin {margin}, rounding {gap}: {one.verdict}"
-        )
+        differing = f"differs from token {one.position} on ({plain} in plain decoding, {other} here)"
+        yield f"{unit} {one.prompt} {differing}: margin {margin}, rounding {gap}: {one.verdict}"
 
 
 @dataclass(frozen=True)
@@ -152,8 +148,7 @@ class FindingsOptions:
         for console in [console_for(self.json_target)] + [page] * (self.html is not None):
             for one in shown:
                 _show_findings(console, *one, level=self.significance, **how)
-        if self.json_target is not None:
-            write_document(self.json_target, document)
+        write_document(self.json_target, document)
         if self.html is not None:
             provenance = document["provenance"]
             page.print(f"\n{shlex.join(['outrider', *provenance['argv']])}", markup=False)

@@ -1,7 +1,7 @@
 """Signatures of commands.
 
-A command takes a group of options as one parameter, ``pair: PairOptions``; ``flat`` expands the groups into the
-signature that Typer reads.
+A command takes a group of options as one parameter, ``pair: PairOptions``, or part of a group, ``pair:
+Annotated[PairOptions, ("target", "device")]``; ``flat`` expands the groups into the signature that Typer reads.
 """
 
 from __future__ import annotations
@@ -30,18 +30,26 @@ def flat(command: Callable[..., None]) -> Callable[..., None]:
     """Replace each option group in a command's signature by the group's fields, for Typer; let the target stand first,
     in place of its option; and check the files before the command begins."""
     hints = get_type_hints(command, include_extras=True)
-    groups: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
+    groups: dict[str, Any] = {name: hint for name, hint in get_type_hints(command).items() if is_dataclass(hint)}
+    members: dict[str, list[str]] = {}
     parameters: list[inspect.Parameter] = []
     for name, parameter in inspect.signature(command).parameters.items():
         if name in groups:
             own = get_type_hints(groups[name], include_extras=True)
-            for field in fields(groups[name]):
+            (chosen,) = getattr(hints[name], "__metadata__", [own])
+            taken = [field for field in fields(groups[name]) if field.name in chosen]
+            members[name] = [field.name for field in taken]
+            for field in taken:
                 hint = Annotated[own[field.name], field.metadata[OPTION]] if field.metadata else own[field.name]
                 parameters.append(_parameter(field.name, hint, field.default))
         else:
             parameters.append(_parameter(name, hints[name], parameter.default))
+    # No other argument may stand first.
     has_first = any(one.name == "target" for one in parameters) and not any(
-        one.default is _EMPTY and _is_argument(one) for one in parameters
+        isinstance(one, ArgumentInfo)
+        for parameter in parameters
+        if parameter.default is _EMPTY
+        for one in getattr(parameter.annotation, "__metadata__", ())
     )
     if has_first:
         parameters.insert(0, _parameter("first", _FirstArgument, None))
@@ -55,10 +63,7 @@ def flat(command: Callable[..., None]) -> Callable[..., None]:
         if has_first:
             _place_first(values, is_target_given=is_given(context, "target"))
         check_files(values)
-        arguments = {
-            name: group(**{field.name: values.pop(field.name) for field in fields(group)})
-            for name, group in groups.items()
-        }
+        arguments = {name: group(**{one: values.pop(one) for one in members[name]}) for name, group in groups.items()}
         command(**arguments, **values)
 
     flattened.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -69,10 +74,6 @@ def flat(command: Callable[..., None]) -> Callable[..., None]:
 
 def _parameter(name: str, hint: Any, default: Any = _EMPTY) -> inspect.Parameter:
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)
-
-
-def _is_argument(parameter: inspect.Parameter) -> bool:
-    return any(isinstance(one, ArgumentInfo) for one in getattr(parameter.annotation, "__metadata__", ()))
 
 
 def _place_first(values: dict[str, Any], *, is_target_given: bool) -> None:

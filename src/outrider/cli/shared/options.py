@@ -28,26 +28,24 @@ if TYPE_CHECKING:
 MODELS_PANEL, SAMPLING_PANEL, MACHINE_PANEL = "Models", "Sampling", "Machine"
 DEFAULT_MAX_NEW_TOKENS = 128
 
-_sampling_option = partial(typer.Option, rich_help_panel=SAMPLING_PANEL)
-_models_option = partial(typer.Option, rich_help_panel=MODELS_PANEL)
-
+_K_NAMES = "-k", "--num-draft-tokens"
 OPTION = "option"  # metadata of a field: how Typer reads it from the command line (flat.py)
 
 
-def field_of(panel: str | None, default: Any, help: str, *names: str, **more: Any) -> Any:
-    """Field of an option group: an option of the command line.
+def option_of(panel: str | None, help: str, *names: str, **more: Any) -> Any:
+    """An option of the command line. ``panel``: of the help. ``more``: see ``typer.Option``."""
+    return typer.Option(*names, help=help, rich_help_panel=panel, **more)
 
-    Args:
-        panel: of the help.
-        more: see ``typer.Option``.
-    """
-    return field(default=default, metadata={OPTION: typer.Option(*names, help=help, rich_help_panel=panel, **more)})
+
+def field_of(panel: str | None, default: Any, help: str, *names: str, **more: Any) -> Any:
+    """Field of an option group; see ``option_of``."""
+    return field(default=default, metadata={OPTION: option_of(panel, help, *names, **more)})
 
 
 _sampling = partial(field_of, SAMPLING_PANEL)
 
 JsonOption = Annotated[
-    str | None, typer.Option("--json", metavar="FILE", help="Write a JSON document. '-' is standard output.")
+    str | None, option_of(None, "Write a JSON document. '-' is standard output.", "--json", metavar="FILE")
 ]
 
 
@@ -58,17 +56,16 @@ class ReportOptions:
     json_target: JsonOption = None
 
     def console(self) -> Console:
-        """See ``console_for``."""
         return console_for(self.json_target)
 
     def finish(
         self, command: str, options: dict[str, Any], body: dict[str, Any], ran: Decoder | LM | None = None
-    ) -> None:
+    ) -> dict[str, Any]:
         """Print the report of a document, and write the document, if requested. See ``make_document``."""
-        document = make_document(command, options, body, ran, origin=None if self.json_target else {})
+        document = make_document(command, options, body, ran, origin=None if self.json_target or ran else {})
         print_report(self.console(), document)
-        if self.json_target is not None:
-            write_document(self.json_target, document)
+        write_document(self.json_target, document)
+        return document
 
 
 @dataclass(frozen=True)
@@ -87,10 +84,7 @@ class SamplingOptions:
 
     def to_options(self, *, seed: int | None, num_seeds: int, **more: Any) -> dict[str, Any]:
         """Keyword arguments for a decoder, including ``more``, checked before anything is loaded. Raises OptionError.
-
-        Args:
-            num_seeds: number of consecutive seeds to be used.
-        """
+        ``num_seeds``: number of consecutive seeds to be used."""
         options = {one.name: getattr(self, one.name) for one in fields(self)} | more
         options["logit_bias"] = _parse_biases(self.logit_bias)
         Sampling(**options, seed=seed)
@@ -115,17 +109,9 @@ class EndOptions:
     ignore_eos: bool = _sampling(False, "Continue after an end-of-sequence token.", "--ignore-eos")
 
     def to_options(self, default: int = DEFAULT_MAX_NEW_TOKENS) -> dict[str, Any]:
-        """Keyword arguments for a decoder.
-
-        Args:
-            default: tokens, unless the command line says how many.
-        """
-        return {
-            "max_new_tokens": self.max_new_tokens or default,
-            "stop": tuple(self.stop or ()),
-            "stop_token_ids": tuple(self.stop_token_ids or ()),
-            "ignore_eos": self.ignore_eos,
-        }
+        """Keyword arguments for a decoder. ``default``: tokens, unless the command line says how many."""
+        lists = {"stop": tuple(self.stop or ()), "stop_token_ids": tuple(self.stop_token_ids or ())}
+        return {"max_new_tokens": self.max_new_tokens or default, **lists, "ignore_eos": self.ignore_eos}
 
 
 @dataclass(frozen=True)
@@ -162,47 +148,27 @@ def check_constraint(sampling: Sampling) -> None:
         check_structure(sampling)
 
 
-NumDraftTokensOption = Annotated[
-    str | None,
-    _models_option(
-        "-k",
-        "--num-draft-tokens",
-        help="Tokens drafted per round, or auto. auto adapts K. Default: auto; 4 with a seed, for reproducible output.",
-    ),
-]
-NumDraftTokensListOption = Annotated[
-    str, _models_option("-k", "--num-draft-tokens", help="One or several K: 4, 1-8, 1,2,4, auto.")
-]
-PromptsOption = Annotated[
-    Path | None,
-    typer.Option(
-        help="File of prompts. JSON lines with a 'prompt' or 'messages', or plain lines. Default: 15 built-in prompts."
-    ),
-]
-BatchSizeOption = Annotated[
-    int, typer.Option(min=1, metavar="N", help="Prompts generated concurrently.", rich_help_panel=MACHINE_PANEL)
-]
-SeedOption = Annotated[int, _sampling_option(min=0, metavar="N", help="Prompt or run i gets this seed + i.")]
-ProbsOption = Annotated[bool, typer.Option("--probs", help="Keep p of each token. Replays of sampled outputs need it.")]
-GenerationConfigOption = Annotated[
-    str,
-    _sampling_option(
-        metavar="auto|none",
-        help="auto takes sampling options that are not given from the target's checkpoint, if it states any; none does "
-        "not.",
-    ),
-]
+_K_HELP = "Tokens drafted per round, or auto. auto adapts K. Default: auto; 4 with a seed, for reproducible output."
+NumDraftTokensOption = Annotated[str | None, option_of(MODELS_PANEL, _K_HELP, *_K_NAMES)]
+_KS_HELP = "One or several K: 4, 1-8, 1,2,4, auto."
+NumDraftTokensListOption = Annotated[str, option_of(MODELS_PANEL, _KS_HELP, *_K_NAMES)]
+_FILE_HELP = "File of prompts. JSON lines with a 'prompt' or 'messages', or plain lines. Default: 15 built-in prompts."
+PromptsOption = Annotated[Path | None, option_of(None, _FILE_HELP)]
+NumTokensOption = Annotated[int, option_of(None, "Tokens to generate per prompt.", "-n", "--max-new-tokens")]
+BatchSizeOption = Annotated[int, option_of(MACHINE_PANEL, "Prompts generated concurrently.", min=1, metavar="N")]
+SeedOption = Annotated[int, option_of(SAMPLING_PANEL, "Prompt or run i gets this seed + i.", min=0, metavar="N")]
+ModelsOption = Annotated[Path | None, option_of(None, "TOML file with more model names.", "--models")]
+_CONFIG_HELP = (
+    "auto takes sampling options that are not given from the target's checkpoint, if it states any; none does not."
+)
+GenerationConfigOption = Annotated[str, option_of(SAMPLING_PANEL, _CONFIG_HELP, metavar="auto|none")]
 
 
 def over_checkpoint(
     sampling: SamplingOptions, context: typer.Context, choice: str, target: str, models: Path | None
 ) -> SamplingOptions:
     """The options of a command line, over those that the target's checkpoint states. Says which it takes. Raises
-    OptionError, ModelNotFound, FileError.
-
-    Args:
-        context: knows which options were given.
-    """
+    OptionError, ModelNotFound, FileError. ``context``: knows which options were given."""
     from outrider.models.registry import resolve
     from outrider.models.sampling_defaults import stated_sampling
 
@@ -256,22 +222,16 @@ def parse_numbers(option: str, text: str, remedy: str, *, most: int | None = Non
 
 
 def parse_k(text: str, remedy: str = "") -> list[NumDraftTokens]:
-    """Parse "4", "1-8", "1,2,4" or "1-4,8,auto": each K once, "auto" last. Raises OptionError.
-
-    Args:
-        remedy: of a command that takes one K.
-    """
+    """Parse "4", "1-8", "1,2,4" or "1-4,8,auto": each K once, "auto" last. Raises OptionError. ``remedy``: of a command
+    that takes one K."""
     ks: set[int] = set()
     parts = [part.strip() for part in text.split(",")]
     for part in parts:
         match = re.fullmatch(r"(\d+)\s*(?:-\s*(\d+))?", part)
         low, high = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
         if part != "auto" and not 1 <= low <= high <= MAX_NUM_DRAFT_TOKENS:
-            remedy = (
-                f"whole numbers from 1 to {MAX_NUM_DRAFT_TOKENS}, like 4, 1-8 or 1,2,4, or auto "
-                "(plain decoding: --draft none)"
-            )
-            raise OptionError("-k/--num-draft-tokens", text, remedy)
+            numbers = f"whole numbers from 1 to {MAX_NUM_DRAFT_TOKENS}, like 4, 1-8 or 1,2,4, or auto"
+            raise OptionError("-k/--num-draft-tokens", text, f"{numbers} (plain decoding: --draft none)")
         ks |= {*range(low, high + 1)} - {0}
     found: list[NumDraftTokens] = [*sorted(ks)]
     if "auto" in parts:

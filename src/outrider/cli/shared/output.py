@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 
 CLEAR_LINE = "\r\x1b[K"
+_Json = dict[str, Any]
 FILE_WIDTH = 120  # of tables in files and pipes, unless COLUMNS tells another
 _OUTPUTS = {"output": "--output", "html": "--html", "json_target": "--json"}  # parameters that name files to write
 
@@ -74,11 +75,7 @@ def log_to_stderr(name: str = "outrider") -> None:
 
 def console_for(json_target: str | None, *, has_colours: bool | None = None) -> Console:
     """Console for human-readable output: standard error with ``--json -``, so that standard output holds only the
-    document.
-
-    Args:
-        has_colours: True for files and pipes too (``less -R``); None only for terminals.
-    """
+    document. ``has_colours``: True for files and pipes too (``less -R``); None only for terminals."""
     from rich.console import Console
 
     console = Console(stderr=json_target == "-", highlight=False, emoji=False, force_terminal=has_colours)
@@ -87,46 +84,27 @@ def console_for(json_target: str | None, *, has_colours: bool | None = None) -> 
     return console
 
 
-def print_table(console: Console, table: rich.table.Table, width: int = 80) -> None:
-    """Print a table. A narrower terminal wraps lines instead of cutting numbers off.
-
-    Args:
-        width: columns that the table needs.
-    """
+def print_table(console: Console, table: rich.table.Table) -> None:
+    """Print a table. A terminal of less than 80 columns wraps lines instead of cutting numbers off."""
     from rich.measure import Measurement
 
-    if console.width < width:
-        table.width = Measurement.get(console, console.options.update(max_width=width), table).maximum
+    if console.width < 80:
+        table.width = Measurement.get(console, console.options.update(max_width=80), table).maximum
     console.print(table, crop=False)
 
 
-def print_command(console: Console, command: str) -> None:
-    """Print a command line, indented, as one line that can be copied."""
-    console.print(f"  {command}", style="bold", markup=False, soft_wrap=True)
-
-
 def report_context_limit(model: str, context_len: int, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
-    """Warn on standard error if the target's context ends outputs before ``-n``.
-
-    Args:
-        prompts: token ids of each.
-    """
+    """Warn on standard error if the target's context ends outputs before ``-n``. ``prompts``: token ids of each."""
     longest = max(map(len, prompts))
     if longest + max_new_tokens > context_len:
         prompt = "prompt" if len(prompts) == 1 else "longest prompt"
-        say(
-            f"-n {max_new_tokens} exceeds the context of {short_name(model)}, {context_len} tokens: "
-            f"with {longest} in the {prompt}, at most {context_len - longest} are generated"
-        )
+        limit = f"with {longest} in the {prompt}, at most {context_len - longest} are generated"
+        say(f"-n {max_new_tokens} exceeds the context of {short_name(model)}, {context_len} tokens: {limit}")
 
 
 def check_files(values: Mapping[str, Any]) -> None:
     """Check before the work that outputs can be written, and that none overwrites an input or another output. Raises
-    OptionError, FileError.
-
-    Args:
-        values: the command's parameters. Paths that are no outputs are inputs.
-    """
+    OptionError, FileError. ``values``: the command's parameters. Paths that are no outputs are inputs."""
     taken: set[Path] = set()
     for name, value in values.items():
         for one in () if name in _OUTPUTS else value if isinstance(value, list) else [value]:
@@ -181,41 +159,22 @@ def show_table(console: Console, table: Table) -> None:
 
 
 def make_document(
-    command: str,
-    options: dict[str, Any],
-    body: dict[str, Any],
-    ran: Decoder | LM | None = None,
-    *,
-    origin: dict[str, Any] | None = None,
-) -> dict[str, Any]:
-    """Document of a command, as it reads back from JSON.
-
-    Args:
-        ran: the decoder or model that ran, if any; device, dtype and end tokens go into the provenance.
-        origin: the provenance, if the model ran in another process.
-    """
+    command: str, options: _Json, body: _Json, ran: Decoder | LM | None = None, *, origin: _Json | None = None
+) -> _Json:
+    """Document of a command, as it reads back from JSON. ``ran``: the decoder or model that ran, if any; device, dtype
+    and end tokens go into the provenance. ``origin``: the provenance, if the model ran in another process."""
     origin = origin_of(ran) if origin is None else origin
     return as_read({"schema": title_of(command), "options": options, **body, "provenance": origin})
 
 
-def write_json(
-    json_target: str | None,
-    command: str,
-    options: dict[str, Any],
-    body: dict[str, Any],
-    ran: Decoder | LM | None = None,
-) -> None:
-    """Write a command's document, if requested. See ``make_document``."""
+def write_json(json_target: str | None, *document: Any) -> None:
+    """Write a command's document, if requested. ``document``: see ``make_document``."""
     if json_target is not None:
-        write_document(json_target, make_document(command, options, body, ran))
+        write_document(json_target, make_document(*document))
 
 
 def origin_of(ran: Decoder | LM | None) -> dict[str, Any]:
-    """Provenance of a document.
-
-    Args:
-        ran: see ``make_document``.
-    """
+    """Provenance of a document. ``ran``: see ``make_document``."""
     from outrider.decoder import Decoder
     from outrider.system.provenance import provenance
 
@@ -229,14 +188,13 @@ def origin_of(ran: Decoder | LM | None) -> dict[str, Any]:
     return origin
 
 
-def write_document(json_target: str, document: dict[str, Any]) -> None:
-    """Write a document to a file, or to standard output ("-")."""
-    text = json_text(document, indent=2)
+def write_document(json_target: str | None, document: dict[str, Any]) -> None:
+    """Write a document to a file, or to standard output ("-"); None: nowhere."""
     if json_target == "-":
-        sys.stdout.write(text)
+        sys.stdout.write(json_text(document, indent=2))
         sys.stdout.flush()  # a full disk fails here, not at exit
-    else:
-        write_text(Path(json_target), text)
+    elif json_target is not None:
+        write_text(Path(json_target), json_text(document, indent=2))
 
 
 def json_text(value: Any, indent: int | None = None) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -118,33 +118,23 @@ class PairOptions:
             raise OptionError("--draft", ", ".join(self.draft_names), "this command takes one draft")
         return self.draft_names[0]
 
-    @property
-    def compared_draft(self) -> str:
-        """Draft of a command that compares it with plain decoding. Raises OptionError: several drafts, or 'none'."""
-        if self.single_draft == "none":
+    def check_compared(self) -> None:
+        """Raises OptionError: the only draft is 'none', and the command compares drafts with plain decoding."""
+        if self.draft_names == ["none"]:
             raise OptionError("--draft", "none", "there is nothing to compare: choose a model or suffix")
-        return self.single_draft
 
     def load(self, *, generation_config: str = "none") -> Decoder:
-        """Load the target, without a draft.
-
-        Args:
-            generation_config: see ``outrider.load``. Commands state all sampling options; the server's clients do not.
-        """
+        """Load the target, without a draft. ``generation_config``: see ``outrider.load``. Commands state all sampling
+        options; the server's clients do not."""
         with progress(f"loading libraries, for {short_name(self.target)}"):
             from outrider import load
 
             set_threads(self.threads)
         log_to_stderr("outrider.kernels")
         log_to_stderr("outrider.decoding")
+        how: dict[str, Any] = asdict(self.placement) | {"acceptance": self.acceptance, "models_file": self.models}
         with progress(f"loading {short_name(self.target)}"):
-            return load(
-                self.target,
-                **asdict(self.placement),
-                acceptance=self.acceptance,
-                generation_config=generation_config,
-                models_file=self.models,
-            )
+            return load(self.target, generation_config=generation_config, **how)
 
     @property
     def placement(self) -> Placement:
@@ -186,50 +176,16 @@ class PairOptions:
         return dict(self.load_named(decoder, name) for name in self.draft_names if name != "none")
 
 
-def _same(name: str) -> Any:
-    (found,) = (one for one in fields(PairOptions) if one.name == name)
-    return field(default=found.default, metadata=found.metadata)
-
-
-@dataclass(frozen=True)
-class MachineOptions:
-    """Machine options for commands without a draft; see ``PairOptions``."""
-
-    models: Path | None = _same("models")
-    device: str = _same("device")
-    dtype: str = _same("dtype")
-    quantize: str | None = _same("quantize")
-    device_map: str | None = _same("device_map")
-    max_memory: str | None = _same("max_memory")
-    store: str | None = _same("store")
-    threads: int | None = _same("threads")
-    allow_pickle: bool = _same("allow_pickle")
-    execution: str = _same("execution")
-
-
-@dataclass(frozen=True)
-class DraftOnlyOptions:
-    """Draft and machine options for commands without a target; see ``PairOptions``."""
-
-    draft: list[str] | None = _same("draft")
-    acceptance: str = _same("acceptance")
-    models: Path | None = _same("models")
-    corpus: list[Path] | None = _same("corpus")
-    device: str = _same("device")
-    dtype: str = _same("dtype")
-    threads: int | None = _same("threads")
-    allow_pickle: bool = _same("allow_pickle")
-
-    def names(self, target: str) -> list[str]:
-        """See ``PairOptions.draft_names``; by default 'suffix' in place of 'auto', which needs the target."""
-        names = PairOptions(target=target, draft=self.draft, corpus=self.corpus).draft_names
-        return names if self.draft else ["suffix" if name == AUTO else name for name in names]
-
-
-TargetOption = Annotated[str, _same("target").metadata[OPTION]]
-AllowPickleOption = Annotated[bool, _same("allow_pickle").metadata[OPTION]]
-DeviceOption = Annotated[str, _same("device").metadata[OPTION]]
-ThreadsOption = Annotated[int | None, _same("threads").metadata[OPTION]]
+MachineOptions = Annotated[PairOptions, (*_PLACED, "models", "quantize", "threads")]
+"""Of commands without a draft."""
+DRAFT_OPTIONS = "draft", "acceptance", "models", "corpus", "device", "dtype", "threads", "allow_pickle"
+DraftOnlyOptions = Annotated[PairOptions, DRAFT_OPTIONS]
+"""Of commands without a target."""
+_OPTIONS = {one.name: one.metadata[OPTION] for one in fields(PairOptions)}
+TargetOption = Annotated[str, _OPTIONS["target"]]
+AllowPickleOption = Annotated[bool, _OPTIONS["allow_pickle"]]
+DeviceOption = Annotated[str, _OPTIONS["device"]]
+ThreadsOption = Annotated[int | None, _OPTIONS["threads"]]
 
 
 def single_k(text: str | None, pair: PairOptions, sampling: SamplingOptions, seed: int | None) -> NumDraftTokens:

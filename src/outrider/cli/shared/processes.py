@@ -17,12 +17,8 @@ _LOST = "another process of this job was killed or has crashed (its memory may b
 
 def run_together(command: Callable[[], int], mistake: Callable[[BaseException], str | None]) -> None:
     """Run a command in the first process, follow it in the others, and exit. Only the process that fails first reports
-    its error.
-
-    Args:
-        command: returns the exit code.
-        mistake: one-line message for a user's error; None for other errors.
-    """
+    its error. ``command``: returns the exit code. ``mistake``: one-line message for a user's error; None for other
+    errors."""
     if os.environ["RANK"] != "0":  # before importing torch, which keeps the current streams
         sys.stdout = sys.stderr = open(os.devnull, "w")
     signals = {signal.SIGINT, signal.SIGTERM}

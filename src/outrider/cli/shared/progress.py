@@ -9,15 +9,17 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import typer
 
 from outrider.cli.shared.output import CLEAR_LINE, clear_line, say, stderr_width
 
 if TYPE_CHECKING:
-    from outrider.measure.arms import Measurement
+    from outrider.measure.arms import Arm, ArmSummary, Case
 
 _Item = TypeVar("_Item")
 FIRST_S = 2.0  # before the first line in a file or pipe
@@ -28,12 +30,7 @@ _REFRESH_S, _SHORT_S = 0.25, 0.3  # of a terminal; work that is shorter would ma
 @contextmanager
 def progress(what: str, total: int | None = None, done: int = 0) -> Iterator[Callable[[int], None]]:
     """Report a piece of work until the block ends; blocks are not nested. Yields a function that takes the number of
-    new steps.
-
-    Args:
-        total: steps; None if they are not counted.
-        done: steps of earlier runs.
-    """
+    new steps. ``total``: steps; None if they are not counted. ``done``: steps of earlier runs."""
     num_done, start, is_over = done, time.monotonic(), threading.Event()
 
     def advance(num_steps: int) -> None:
@@ -67,25 +64,36 @@ def until_first(items: Iterator[_Item], what: str) -> Iterator[_Item]:
     yield from items
 
 
-def gather(measurements: Iterator[Measurement], total: int, what: str) -> tuple[list[Measurement], bool]:
-    """Collect measurements to the end or Ctrl-C, and report them. Returns them, and whether it was interrupted."""
-    done: list[Measurement] = []
-    with progress(what, total) as advance:
+def warm_up_all(arms: Sequence[Arm], cases: Sequence[Case], options: dict[str, Any]) -> None:
+    from outrider.measure.arms import warm_up
+
+    with progress("warming up", len(arms)) as advance:
+        for arm in count_items(arms, advance):
+            warm_up([arm], cases, options)
+
+
+def measure_all(
+    arms: Sequence[Arm], cases: Sequence[Case], options: dict[str, Any], what: str
+) -> tuple[list[ArmSummary], bool]:
+    """Measure every arm on every case, to the end or Ctrl-C. Returns the summaries, and whether it was interrupted.
+    Raises Exit: before all arms had completed a case."""
+    from outrider.measure.arms import interleave, summarise
+
+    done, is_interrupted = [], False
+    with progress(what, len(arms) * len(cases)) as advance:
         try:
-            for measurement in measurements:
+            for measurement in count_items(interleave(arms, cases, options), advance):
                 done.append(measurement)
-                advance(1)
         except KeyboardInterrupt:
-            return done, True
-    return done, False
+            is_interrupted = True
+    if summaries := summarise(done, arms):
+        return summaries, is_interrupted
+    raise typer.Exit(130)
 
 
 def line_of(what: str, spent_s: float, total: int | None, num_done: int, num_new: int) -> str:
-    """Line that tells how far a piece of work is.
-
-    Args:
-        num_new: steps of this run, by which the time that is left is estimated.
-    """
+    """Line that tells how far a piece of work is. ``num_new``: steps of this run, by which the time that is left is
+    estimated."""
 
     def time_of(seconds: float) -> str:
         return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"

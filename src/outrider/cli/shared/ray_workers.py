@@ -12,11 +12,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from outrider.cli.shared.options import MACHINE_PANEL
+from outrider.cli.shared.options import MACHINE_PANEL, field_of
 from outrider.cli.shared.pair_options import PairOptions
 from outrider.errors import DeviceError, MissingExtra, OptionError, WorkerError
 from outrider.system.ranks import current_ranks
@@ -32,24 +30,20 @@ _MOST_ROUNDS = 8  # prompts per slot in a batch: slots idle at its end, and its 
 class RayOptions:
     """Options for workers on Ray."""
 
-    ray: Annotated[
-        str | None,
-        typer.Option(
-            metavar="ADDRESS",
-            help="With --prompts: run on this Ray cluster. auto: the cluster of this machine. local: all CPU cores of "
-            "this machine, without a cluster.",
-            rich_help_panel=MACHINE_PANEL,
-        ),
-    ] = None
-    ray_workers: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            metavar="N",
-            help="Number of workers, each with its own models. Default: as many as fit.",
-            rich_help_panel=MACHINE_PANEL,
-        ),
-    ] = None
+    ray: str | None = field_of(
+        MACHINE_PANEL,
+        None,
+        "With --prompts: run on this Ray cluster. auto: the cluster of this machine. local: all CPU cores of this "
+        "machine, without a cluster.",
+        metavar="ADDRESS",
+    )
+    ray_workers: int | None = field_of(
+        MACHINE_PANEL,
+        None,
+        "Number of workers, each with its own models. Default: as many as fit.",
+        min=1,
+        metavar="N",
+    )
 
     def check(self, pair: PairOptions) -> None:
         """Raises OptionError."""

@@ -96,15 +96,8 @@ def encode_lines(
     path: Path | None = None,
     encode: Callable[[str | Chat], list[int]] | None = None,
 ) -> list[list[int]]:
-    """Token ids of prompts.
-
-    Args:
-        path: the file of the prompts, if any.
-        encode: in place of ``decoder.encode``, which leaves room for output.
-
-    Raises:
-        PromptError: with the place of the prompt.
-    """
+    """Token ids of prompts. ``path``: the file of the prompts, if any. ``encode``: in place of ``decoder.encode``,
+    which leaves room for output. Raises PromptError: with the place of the prompt."""
     encode = encode or decoder.encode
     hint_at_chat(decoder, [line.prompt for line in lines])
     prompts = []

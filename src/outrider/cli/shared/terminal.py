@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -19,11 +19,7 @@ _TAB = 8
 
 class Writer:
     """Writes pieces of text at once. On a terminal, a word that would cross the edge moves to the next line; elsewhere
-    the text is left as it is.
-
-    Args:
-        console: at the beginning of a line.
-    """
+    the text is left as it is. ``console``: at the beginning of a line."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -32,17 +28,9 @@ class Writer:
         self._word: list[tuple[str, str]] = []
 
     def write_chunk(self, chunk: Chunk, styles: Mapping[str, str]) -> None:
-        """Write the text of a chunk at once.
-
-        Args:
-            styles: of tokens, by origin; see ``rich.style``.
-        """
+        """Write the text of a chunk at once. ``styles``: of tokens, by origin; see ``rich.style``."""
         for text, origin in chunk.pieces:
             self.write(text, styles.get(origin, ""))
-        self._console.file.flush()
-
-    def end(self) -> None:
-        self._console.file.write("\n")
         self._console.file.flush()
 
     def write(self, text: str, style: str = "") -> None:
@@ -104,8 +92,37 @@ class Writer:
             self._console.file.write(text)
 
 
+def write_chunks(
+    chunks: Iterator[Chunk],
+    console: Console,
+    styles: Mapping[str, str],
+    *,
+    before: str = "",
+    is_over: Callable[[], bool] = lambda: False,
+) -> tuple[list[Chunk], bool]:
+    """Write the text of chunks as they come, to the end or Ctrl-C. Returns them, and whether they were interrupted.
+    ``before`` is written before the first chunk; ``is_over`` tells whether to stop after a chunk."""
+    found: list[Chunk] = []
+    writer = Writer(console)
+    with _without_caret():
+        try:
+            for chunk in chunks:
+                if not found and before:
+                    writer.write(before, "dim")
+                found.append(chunk)
+                writer.write_chunk(chunk, styles)
+                if is_over():
+                    break
+        except KeyboardInterrupt:
+            return found, True
+        finally:
+            console.file.write("\n")
+            console.file.flush()
+    return found, False
+
+
 @contextmanager
-def without_caret() -> Iterator[None]:
+def _without_caret() -> Iterator[None]:
     """Keep the terminal from writing ^C into a text for Ctrl-C."""
     try:
         import termios
