@@ -10,9 +10,15 @@ from torch import Tensor
 from block_heads import write_block
 from heads import write_eagle3, write_mtp
 from native_cases import VOCAB, random_model
-from outrider.drafters import chains
-from outrider.drafters.head_states import BlockSession, feed_blocks
-from outrider.drafters.heads import head_drafter
+from outrider.drafters.heads import (
+    BlockSession,
+    feed_blocks,
+    feed_entries,
+    head_drafter,
+    keep_block,
+    keep_states,
+    stored_states,
+)
 from outrider.models.executions import beside
 from outrider.models.heads.loading import load_head, load_mtp_of
 from outrider.models.loading import Checkpoint, build_lm
@@ -48,11 +54,11 @@ def _results(head: LM, ids: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
     """Logits and states of drafts along given tokens. [B, _STEPS, V], [B, _STEPS, H]"""
     cache = head.new_cache(len(ids), 64)
     positions = torch.arange(_NUM).repeat(len(ids), 1)
-    chains.keep_states(head, cache, features, positions)
-    found, tokens, states = [], ids[:, 1 : _NUM + 1], chains.stored_states(cache, positions)
+    keep_states(head, cache, features, positions)
+    found, tokens, states = [], ids[:, 1 : _NUM + 1], stored_states(cache, positions)
     positions[0, :2] = -1  # a shorter sequence
     for step in range(_STEPS):
-        logits, states = chains.feed_entries(head, 64, 1, cache, tokens, states, positions)
+        logits, states = feed_entries(head, 64, 1, cache, tokens, states, positions)
         states, tokens, positions = states[:, -1:], ids[:, _NUM + step + 1, None], positions[:, -1:] + 1
         found.append((logits, states))
     logits, states = (torch.cat(parts, dim=1) for parts in zip(*found, strict=True))
@@ -101,7 +107,7 @@ def _block_results(head: LM, context: Tensor, lengths: list[int]) -> tuple[Tenso
     assert isinstance(session, BlockSession)
     places = torch.arange(context.shape[1]).expand(len(lengths), -1)
     counts = torch.tensor(lengths)
-    session._keep(session._cache, context, torch.where(places < counts[:, None] - 1, places, -1))
+    keep_block(head, session._cache, context, torch.where(places < counts[:, None] - 1, places, -1))
     last_id = torch.arange(5, 5 + len(lengths))
     num_drafted = torch.tensor([2, 0, 3])[: len(lengths)]
     k = head.model.most_drafted
