@@ -94,6 +94,7 @@ class DraftCache(CacheSession):
     def forget(self, ends: Tensor) -> None:
         """Drop the entries of the first rows from a place on, in sequences that grow by any number of tokens. [B]"""
         self._cached[: len(ends)] = torch.minimum(self._cached[: len(ends)], ends)
+        self._gaps[: len(ends)] = [max(gap, _ROUNDS) for gap in self._gaps[: len(ends)]]
 
     def assign(self, slot: int, source: int | None, num_tokens: int) -> None:
         if source is not None:
