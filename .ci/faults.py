@@ -34,7 +34,7 @@ FAULTS = [
     ("decoding/scheduler.py", "row.request.prompt_ids[:-1] if", "row.request.prompt_ids if", "decoding"),
     ("decoding/scheduler.py", "() if one.row.is_spoilt else one.held", "one.held", "decoding"),
     ("decoding/verify.py", "is_fed = (offsets <= num_drafted", "is_fed = (offsets < num_drafted", "decoding"),
-    ("drafters/chains.py", "cached, lengths - 1)", "cached, lengths)", "drafters"),
+    ("drafters/heads.py", "cached, lengths - 1)", "cached, lengths)", "drafters"),
     ("text/row_text.py", "max(0, before - len(string) + 1)", "before", "text decoding"),
     # Verdict
     ("certify/certificate.py", "is_enough and all(one.is_ok for one in self.controls)", "is_enough", "certify"),

@@ -19,7 +19,7 @@ from outrider.distill.student import (
     new_draft,
     read_target,
 )
-from outrider.drafters import chains
+from outrider.drafters.heads import feed_entries
 from outrider.errors import OptionError
 from outrider.measure.teacher_forcing import Text
 from outrider.models.heads.loading import load_head
@@ -57,7 +57,7 @@ def test_unrolled_training_equals_inference() -> None:
         cache = drafter.models[0].new_cache(1, 20)
         fed, state, positions = ids[:, 1 : first + 2], states[:, : first + 1], torch.arange(first + 1)[None]
         for d in range(min(K, 11 - first)):
-            logits, outputs = chains.feed_entries(drafter.models[0], 20, 1, cache, fed, state, positions)
+            logits, outputs = feed_entries(drafter.models[0], 20, 1, cache, fed, state, positions)
             torch.testing.assert_close(logits[:, -1], steps[d][:, first], rtol=0, atol=1e-10)
             fed, state, positions = ids[:, first + 2 + d :][:, :1], outputs[:, -1:], positions[:, -1:] + 1
 

@@ -16,15 +16,15 @@ from contract import check_no_look_ahead, check_state
 from heads import eagle3_drafter, mtp_pair
 from hybrids import V, hybrid, hybrid_lm
 from outrider.certify.exact import check_exactly
-from outrider.drafters import head_states
+from outrider.drafters import heads
 from outrider.drafters.base import NO_DRAFTER, Drafter, Rows, altered_drafter
-from outrider.drafters.chains import ChainSession
 from outrider.drafters.corpus import Corpus
+from outrider.drafters.draft_cache import DraftCache
 from outrider.drafters.draft_options import DraftOptions
 from outrider.drafters.heads import head_drafter
 from outrider.drafters.hybrid import hybrid_drafter
 from outrider.drafters.lookups import SuffixSession, ngram_drafter, suffix_drafter
-from outrider.drafters.model import ModelSession, model_drafter, self_drafter
+from outrider.drafters.model import model_drafter, self_drafter
 from outrider.drafters.translated import translated_drafter
 from outrider.measure.teacher_forcing import Text
 from outrider.models.executions import capture
@@ -263,13 +263,13 @@ def test_mistakes_within_a_round_are_detected() -> None:
 def test_a_block_as_wide_as_the_round_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its width would be that of the row that drafts most."""
     target, drafter = _block()
-    feed = head_states.feed_blocks
+    feed = heads.feed_blocks
 
     def feed_wrong(head: LM, view_len: int, k: int, *arguments: Any) -> Any:
         monkeypatch.setattr(head.model, "block_size", k + 1)
         return feed(head, view_len, k, *arguments)
 
-    monkeypatch.setattr(head_states, "feed_blocks", feed_wrong)
+    monkeypatch.setattr(heads, "feed_blocks", feed_wrong)
     with pytest.raises(AssertionError, match="q is off by"):
         check_state(target, drafter, _sequences(FEW), K)
 
@@ -292,17 +292,17 @@ def test_an_entry_of_another_token_is_detected(monkeypatch: pytest.MonkeyPatch) 
     target = as_lm(tiny_llama(vocab_size=4, num_layers=4))
     drafter = eagle3_drafter(target)
     shared = [3, 1, 2, 0, 3, 1, 2, 0, 1, 1, 2, 3] * 2
-    sequences = [([*shared, first], [2, 0, 1, 3, 2, 1]) for first in (1, 2, 3)]
+    sequences = [([*shared, first, 2], [2, 0, 1, 3, 2, 1]) for first in (1, 2, 3)]
     check_state(target, drafter, sequences, 3)
-    assign = ChainSession.assign
+    assign = DraftCache.assign
 
-    def stale(self: ChainSession, slot: int, source: int | None, num_tokens: int) -> None:
+    def stale(self: DraftCache, slot: int, source: int | None, num_tokens: int) -> None:
         known = None if source is None else min(int(self._cached[source]), num_tokens)
         assign(self, slot, source, num_tokens)
         if known is not None:
             self._cached[slot] = known
 
-    monkeypatch.setattr(ChainSession, "assign", stale)
+    monkeypatch.setattr(DraftCache, "assign", stale)
     with pytest.raises(AssertionError, match="is drafted, not|q is off by"):
         check_state(target, drafter, sequences, 3)
 
@@ -310,13 +310,13 @@ def test_an_entry_of_another_token_is_detected(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(
     ("name", "session", "what", "wrong"),
     [
-        ("dflash", head_states.BlockSession, "assign", None),
-        ("dflash", head_states.BlockSession, "observe", _with_drafts_only),
+        ("dflash", heads.BlockSession, "assign", None),
+        ("dflash", heads.BlockSession, "observe", _with_drafts_only),
         ("suffix", SuffixSession, "assign", None),
-        ("translated", ModelSession, "forget", None),
-        ("model", ModelSession, "assign", None),
-        ("model", ModelSession, "catch_up", None),
-        ("model", ModelSession, "propose", _keeping_rejected_tokens),
+        ("translated", DraftCache, "forget", None),
+        ("model", DraftCache, "assign", None),
+        ("model", DraftCache, "catch_up", None),
+        ("model", DraftCache, "propose", _keeping_rejected_tokens),
     ],
 )
 def test_a_stale_context_is_detected(

@@ -12,7 +12,8 @@ from contract import check_state, lead
 from hybrids import V, hybrid, hybrid_lm
 from outrider.api import load_drafter
 from outrider.drafters.base import Rows
-from outrider.drafters.model import ModelSession, model_drafter
+from outrider.drafters.draft_cache import DraftCache
+from outrider.drafters.model import model_drafter
 from outrider.errors import OptionError, UnsupportedModel
 from outrider.records import Draft
 from pairs import embedded, random_llama, save, word_tokenizer
@@ -62,14 +63,14 @@ def test_entries_of_mask_tokens_are_not_taken_for_committed_ones(monkeypatch: py
     ids = torch.randint(V, (30,), generator=torch.Generator().manual_seed(3)).tolist()
     sequences = [(ids[:1], ids[1:13]), (ids[13:18], ids[18:])]
     check_state(target, drafter, sequences, 3, atol=1e-4)
-    propose = ModelSession.propose
+    propose = DraftCache.propose
 
-    def keep(self: ModelSession, rows: Rows, *others: Any) -> Draft:
+    def keep(self: DraftCache, rows: Rows, *others: Any) -> Draft:
         draft = propose(self, rows, *others)
         self._cached[: len(rows)] += (rows.num_wanted - 1).clamp_min(0)
         return draft
 
-    monkeypatch.setattr(ModelSession, "propose", keep)
+    monkeypatch.setattr(DraftCache, "propose", keep)
     drafter = model_drafter(as_lm(tiny_llama(1, vocab_size=V), "draft"), mask_id=3)
     with pytest.raises(AssertionError, match="q is off by"):
         check_state(target, drafter, sequences, 3)

@@ -14,11 +14,12 @@ from contract import check_state
 from outrider.api import load, load_drafter
 from outrider.cli.shared.pair_options import PairOptions, options_json
 from outrider.drafters import corpus as corpus_module
+from outrider.drafters import draft_cache
 from outrider.drafters import lookups as suffix_module
 from outrider.drafters.corpus import Corpus, read_corpus
 from outrider.drafters.hybrid import hybrid_drafter
 from outrider.drafters.lookups import SuffixIndex, ngram_drafter, suffix_drafter
-from outrider.drafters.model import ModelSession, model_drafter
+from outrider.drafters.model import model_drafter
 from outrider.errors import FileError, OptionError
 from outrider.measure.along import proposals
 from outrider.measure.log import Header
@@ -168,7 +169,7 @@ def test_a_model_that_misses_the_tokens_of_the_suffix_is_detected(monkeypatch: p
     ]
     drafter = hybrid_drafter(suffix_drafter(), model, 4, 0.4)
     check_state(target, drafter, sequences, 3)
-    monkeypatch.setattr(ModelSession, "_note", lambda self, rows: setattr(self, "_gaps", [0] * len(self._gaps)))
+    monkeypatch.setattr(draft_cache, "_ROUNDS", 0)
     with pytest.raises(AssertionError, match="q is off by|is drafted, not"):
         check_state(target, drafter, sequences, 3)
 

@@ -14,7 +14,7 @@ from heads import LAYERS, mtp_pair, write_eagle3, write_mtp
 from hybrids import hybrid
 from outrider import load
 from outrider.api import load_drafter
-from outrider.drafters import chains
+from outrider.drafters.heads import feed_entries, keep_states, stored_states
 from outrider.errors import ModelCorrupt, OptionError, UnsupportedModel
 from outrider.models.heads.loading import is_head, load_head, load_mtp_of
 from outrider.models.registry import ModelSpec, Placement
@@ -35,10 +35,10 @@ def _logits(head: LM, features: Tensor, ids: Tensor, anchor: int, num_steps: int
     """Logits of drafts along given tokens, from the features of the tokens before ``anchor``. [num_steps, V]"""
     cache = head.new_cache(1, 64)
     positions = torch.arange(anchor)[None]
-    chains.keep_states(head, cache, features[:, :anchor], positions)
-    found, tokens, states = [], ids[:, 1 : anchor + 1], chains.stored_states(cache, positions)
+    keep_states(head, cache, features[:, :anchor], positions)
+    found, tokens, states = [], ids[:, 1 : anchor + 1], stored_states(cache, positions)
     for step in range(num_steps):
-        logits, states = chains.feed_entries(head, 64, 1, cache, tokens, states, positions)
+        logits, states = feed_entries(head, 64, 1, cache, tokens, states, positions)
         found.append(spread(logits[0, -1], head.token_ids, head.vocab_size))
         states, tokens = states[:, -1:], ids[:, anchor + step + 1, None]
         positions = positions[:, -1:] + 1

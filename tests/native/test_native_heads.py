@@ -10,9 +10,7 @@ from torch import Tensor
 from block_heads import write_block
 from heads import write_eagle3, write_mtp
 from native_cases import VOCAB, random_model
-from outrider.drafters import chains
-from outrider.drafters.head_states import BlockSession, feed_blocks
-from outrider.drafters.heads import head_drafter
+from outrider.drafters import heads
 from outrider.models.executions import beside
 from outrider.models.heads.loading import load_head, load_mtp_of
 from outrider.models.loading import Checkpoint, build_lm
@@ -48,11 +46,11 @@ def _results(head: LM, ids: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
     """Logits and states of drafts along given tokens. [B, _STEPS, V], [B, _STEPS, H]"""
     cache = head.new_cache(len(ids), 64)
     positions = torch.arange(_NUM).repeat(len(ids), 1)
-    chains.keep_states(head, cache, features, positions)
-    found, tokens, states = [], ids[:, 1 : _NUM + 1], chains.stored_states(cache, positions)
+    heads.keep_states(head, cache, features, positions)
+    found, tokens, states = [], ids[:, 1 : _NUM + 1], heads.stored_states(cache, positions)
     positions[0, :2] = -1  # a shorter sequence
     for step in range(_STEPS):
-        logits, states = chains.feed_entries(head, 64, 1, cache, tokens, states, positions)
+        logits, states = heads.feed_entries(head, 64, 1, cache, tokens, states, positions)
         states, tokens, positions = states[:, -1:], ids[:, _NUM + step + 1, None], positions[:, -1:] + 1
         found.append((logits, states))
     logits, states = (torch.cat(parts, dim=1) for parts in zip(*found, strict=True))
@@ -97,15 +95,15 @@ def test_native_mtp_heads(family: str, layout: str, tmp_path: Path) -> None:
 @torch.inference_mode()
 def _block_results(head: LM, context: Tensor, lengths: list[int]) -> tuple[Tensor, Tensor]:
     """Logits and outputs of blocks over contexts, in rows that draft."""
-    session = head_drafter(head).open(len(lengths), 64, torch.device("cpu"), 4)
-    assert isinstance(session, BlockSession)
+    session = heads.head_drafter(head).open(len(lengths), 64, torch.device("cpu"), 4)
+    assert isinstance(session, heads.BlockSession)
     places = torch.arange(context.shape[1]).expand(len(lengths), -1)
     counts = torch.tensor(lengths)
-    session._keep(session._cache, context, torch.where(places < counts[:, None] - 1, places, -1))
+    heads.keep_block(head, session._cache, context, torch.where(places < counts[:, None] - 1, places, -1))
     last_id = torch.arange(5, 5 + len(lengths))
     num_drafted = torch.tensor([2, 0, 3])[: len(lengths)]
     k = head.model.most_drafted
-    logits, outputs = feed_blocks(head, 64, k, session._cache, last_id, counts, num_drafted)
+    logits, outputs = heads.feed_blocks(head, 64, k, session._cache, last_id, counts, num_drafted)
     return logits[num_drafted > 0], outputs[num_drafted > 0]
 
 

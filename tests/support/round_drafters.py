@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.drafters.base import Drafter, DraftSession, Prefill, Rows, VerifyResult, empty_draft
+from outrider.drafters.base import Drafter, DraftSession, Prefill, Rows, VerifyResult
 from outrider.records import Draft
 from outrider.runtime.lm import LM
 from outrider.sampling.probs import to_probs
@@ -22,8 +22,6 @@ def _drawn(rows: Rows, k: int, rule: Rule, noise: Any, logits_at: Callable[[int,
     Args:
         logits_at: (offset, the tokens before it [B]) -> [B, V]
     """
-    if not any(rows.most_wanted):
-        return empty_draft(rows)
     ids, probs, history = [rows.last_ids[:, -1]], [], rows.history
     for i in range(k):
         logits = logits_at(i, ids[-1])[:, None]
@@ -55,8 +53,6 @@ class _ParallelSession(DraftSession):
         self.capacity = capacity
 
     def propose(self, rows: Rows, k: int, rule: Rule, noise: Any) -> Draft:
-        if not any(rows.most_wanted):
-            return empty_draft(rows)
         lm, width = self.lm, rows.longest
         positions = rows.lengths[:, None] - width + torch.arange(width + k - 1)  # [B, T]
         ids = rows.ids.gather(1, positions[:, :width].clamp_min(0))

@@ -21,7 +21,7 @@ from torch import Tensor
 from outrider.decoding.batch import Batch, Row, SlotRows
 from outrider.decoding.readback import StartedRound, copies_for_host
 from outrider.decoding.verify import VerifyStep
-from outrider.drafters.base import Drafter, Prefill, pad
+from outrider.drafters.base import Drafter, Prefill, empty_draft, pad
 from outrider.runtime.execution import Clock
 from outrider.runtime.lm import LM, PREFILL_TOKENS
 from outrider.runtime.media import prefill_media
@@ -129,7 +129,8 @@ class Runner:
             with memory_errors(), ExitStack() as undo:
                 if rows.masks is not None:
                     undo.callback(rows.masks.roll_back)
-                draft = self.session.propose(rows, k, self._rule, noise)
+                is_drafted = any(rows.most_wanted)
+                draft = self.session.propose(rows, k, self._rule, noise) if is_drafted else empty_draft(rows)
                 draft = pad(draft, execution.round_drafts(draft.ids.shape[1], k))
 
                 verifying = self.clock.mark()

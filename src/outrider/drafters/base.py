@@ -134,7 +134,8 @@ class DraftSession(ABC):
 
     @abstractmethod
     def propose(self, rows: Rows, k: int, rule: Rule, noise: Any) -> Draft:
-        """Draft at most ``rows.num_wanted`` tokens for each row, drawn with ``rule.draw`` from the reported q.
+        """Draft at most ``rows.num_wanted`` tokens for each row, drawn with ``rule.draw`` from the reported q. Called
+        only if some are wanted.
 
         A token that ``rows.masks`` forbid cannot be accepted. So a model draws each token from its masked q and pushes
         the token (``Masks.push``), which the host must then read before the next one is drawn.
@@ -145,7 +146,7 @@ class DraftSession(ABC):
         """
 
     def catch_up(self, rows: Rows) -> bool:
-        """Feed the tokens that were skipped while nothing was drafted. Called before ``propose``.
+        """Feed the tokens that were skipped while nothing was drafted. Called in every round, before ``propose``.
 
         Returns:
             Whether the time counts as prefill, rather than as drafting.

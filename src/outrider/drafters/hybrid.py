@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from outrider.drafters.base import Drafter, DraftSession, Prefill, Rows, VerifyResult, pad
+from outrider.drafters.base import Drafter, DraftSession, Prefill, Rows, VerifyResult, empty_draft, pad
 from outrider.drafters.lookups import SuffixSession, looked_up
 from outrider.records import Draft
 from outrider.runtime.lm import LM
@@ -79,7 +79,8 @@ class HybridSession(DraftSession):
     def propose(self, rows: Rows, k: int, rule: Rule, noise: Any) -> Draft:
         """Both drafts as one, of the same form whoever drafted: each form is a program of its own, and those for the
         suffix could not be prepared before it finds something."""
-        other, found = self._other.propose(self._rest(rows), k, rule, noise), looked_up(rows, self._found)
+        rest, found = self._rest(rows), looked_up(rows, self._found)
+        other = self._other.propose(rest, k, rule, noise) if any(rest.most_wanted) else empty_draft(rows)
         if found.ids.shape[1] == 0:
             return other
         if other.ids.shape[1] == 0:

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from outrider.drafters.base import Drafter, DraftSession, Prefill, Rows, empty_draft
+from outrider.drafters.base import Drafter, DraftSession, Rows
+from outrider.drafters.draft_cache import DraftCache
 from outrider.drafters.draft_options import NO_OPTIONS, DraftOptions
 from outrider.drafters.drawing import DraftStep, Logits, owed
 from outrider.errors import OptionError, UnsupportedModel
 from outrider.records import Draft
 from outrider.runtime.cache import SlotCache
-from outrider.runtime.lm import LM, PREFILL_TOKENS
-from outrider.runtime.padding import num_together
+from outrider.runtime.lm import LM
 from outrider.sampling.rules import Rule
 
 _FAVOURED_K = (7, 15)  # of PARD: a large K costs little; K + 1 tokens are verified, and kernels work in eights
-_NO_GAP, _ROUNDS, _ASSIGNED = range(3)  # the last round was drafted for; rounds were not; neither was the prompt read
 SELF = "self"
 """Draft with the target itself, which reads a window of the text."""
 _OWN_WINDOW = 512
@@ -42,7 +42,7 @@ def model_drafter(lm: LM, options: DraftOptions = NO_OPTIONS, mask_id: int | Non
 
     def opens(models: Sequence[LM], num_slots: int, capacity: int, device: torch.device, max_k: int) -> DraftSession:
         (lm,) = models
-        session = ModelSession(lm, options, mask, num_slots, capacity, device, 1 if mask is None else max_k)
+        session = model_cache(lm, options, mask, num_slots, capacity, device, 1 if mask is None else max_k)
         return session if capacity <= lm.context_len else WindowSession(session, lm.context_len, num_slots)
 
     return Drafter(
@@ -138,134 +138,25 @@ class AtOnce(DraftStep):
             yield logits[:, i]
 
 
-class ModelSession(DraftSession):
-    """The draft model's cache over the slots of an engine.
-
-    ``_cached`` counts the tokens of each row that were fed. After verification the first ``min(cached, length - 1)``
-    are valid: if fewer tokens were accepted than fed, the committed sequence has another token at position length - 1,
-    the first stale one in the cache. The minimum must be taken after *every* round, in all rows: a round later the
-    length has grown, and would hide the rejected token.
-
-    So the cache of a row lacks one token if its last draft was fully accepted, since the last drafted token was never
-    fed, and one more for each round without drafts since then. A model that drafts all tokens in one forward feeds no
-    drafted token: its cache lacks all tokens that the last round committed. A few missing tokens are fed with the
-    drafts, more by ``catch_up``. The draft reads a prompt likewise, when drafting starts, so that the prompt costs
-    nothing where drafts do not pay.
-    """
-
-    def __init__(
-        self,
-        lm: LM,
-        options: DraftOptions,
-        mask_id: int | None,
-        num_slots: int,
-        capacity: int,
-        device: torch.device,
-        most_owed: int,
-    ) -> None:
-        """
-        Args:
-            mask_id: see ``model_drafter``; None for drafts token by token.
-            most_owed: the most tokens, besides the last one, that a row's cache lacks after a round with drafts.
-        """
-        self._lm, self._options, self._mask_id = lm, options, mask_id
-        self._stops_early = options.min_prob > 0 and not lm.execution.is_prepared and lm.device.type == "cpu"
-        self._most_owed = most_owed
-        self._cache = lm.new_cache(num_slots, min(capacity, lm.context_len))
-        self._cached = torch.zeros(num_slots, dtype=torch.long, device=device)
-        self._gaps = [_ASSIGNED] * num_slots  # why the cache of a slot may lack more than ``most_owed`` tokens
-        self._most_deferred = PREFILL_TOKENS // num_slots  # tokens of a prompt that is read when it is drafted for
-
-    def forget(self, ends: Tensor) -> None:
-        """Drop the tokens of the first rows from a place on, in sequences that grow by any number of tokens. [B]"""
-        cached = self._cached[: len(ends)]
-        cached.copy_(torch.minimum(cached, ends))
-        self._gaps[: len(ends)] = [max(gap, _ROUNDS) for gap in self._gaps[: len(ends)]]
-
-    def assign(self, slot: int, source: int | None, num_tokens: int) -> None:
-        self._gaps[slot] = _ASSIGNED
-        if source is None:
-            self._cache.erase(slot, num_tokens)
-            self._cached[slot].clamp_(max=num_tokens)
-            return
-        if num_tokens > 0:
-            # The host waits for the device: a prompt joins, or a row moves.
-            num_tokens = self._cache.take_over(source, min(num_tokens, int(self._cached[source])))
-        self._cache.copy(source, slot, num_tokens)
-        self._cached[slot] = num_tokens
-
-    def prefill(self, chunk: Prefill) -> None:
-        """Feed a chunk of a long prompt, so that no round waits for the whole prompt."""
-        if max(chunk.lengths) <= self._most_deferred:
-            return
-        begin, end = chunk.first_slot, chunk.first_slot + len(chunk.ends)
-        starts = self._cached[begin:end].tolist()
-        ends = [max(start, to) for start, to in zip(starts, chunk.ends, strict=True)]
-        first, last = torch.tensor([starts, ends], device=chunk.ids.device)
-        num_columns = max(to - start for start, to in zip(starts, ends, strict=True))
-        if num_columns:
-            cache = self._cache.rows(begin, end)
-            self._lm.prefill(chunk.ids, first, last, cache, latest=max(starts), num_columns=num_columns)
-        self._cached[begin:end] = last
-
-    def catch_up(self, rows: Rows) -> bool:
-        """Feed the tokens that a row lacks beyond those that are fed with its drafts."""
-        gap = max((gap for num, gap in zip(rows.most_wanted, self._gaps, strict=False) if num), default=_NO_GAP)
-        if gap == _NO_GAP:
-            return False
-        cached = self._cached[: len(rows)]
-        starts = torch.minimum(cached, rows.lengths - 1)
-        ends = torch.where(rows.num_wanted > 0, rows.lengths - 1, starts)
-        # The host waits for the device: after a join, a move, or a pause.
-        lacking, begins = torch.stack((ends - starts, starts)).tolist()
-        if max(lacking) <= self._most_owed:
-            return False
-        begin = 0
-        while begin < len(lacking):
-            end = begin + num_together(lacking[begin:], self._lm.device)
-            if num_columns := max(lacking[begin:end]):
-                part, cache = slice(begin, end), self._cache.rows(begin, end)
-                given = rows.ids[part], starts[part], ends[part], cache
-                self._lm.prefill(*given, latest=max(begins[part]), num_columns=num_columns)
-            begin = end
-        cached.copy_(ends)
-        return gap == _ASSIGNED
-
-    def propose(self, rows: Rows, k: int, rule: Rule, noise: Any) -> Draft:
-        cached = self._cached[: len(rows)]
-        if not any(rows.most_wanted):
-            cached.copy_(torch.minimum(cached, rows.lengths - 1))
-            self._note(rows)
-            return empty_draft(rows)
-        lm, cache, fed = self._lm, self._cache.first(len(rows)), self._fed(rows, cached)
-        known = torch.minimum(cached, rows.lengths - 1)
-        if lm.has_states:
-            lm.advance(cache, torch.where(rows.num_wanted > 0, known, 0))
-        given = lm.view_len(rows.longest + k - 1, cache), k, rule, self._options, self._stops_early
-        step = OneByOne(*given) if self._mask_id is None else AtOnce(*given, mask_id=self._mask_id)
-        draft = step.draft(lm, rows, rows.num_wanted, noise, cache=cache, cached=cached, fed=fed)
-        # Drafted tokens are fed but for the last one, which is if the next was cut; mask tokens are none.
-        num_fed = 0 if self._mask_id is not None else torch.minimum(draft.num_drafted, rows.num_wanted - 1)
-        cached.copy_(torch.where(rows.num_wanted > 0, rows.lengths + num_fed, known))
-        self._note(rows)
-        return draft
-
-    def _note(self, rows: Rows) -> None:
-        """Note which rows this round drafts for."""
-        for slot, num in enumerate(rows.most_wanted):
-            self._gaps[slot] = _NO_GAP if num else max(self._gaps[slot], _ROUNDS)
-
-    def _fed(self, rows: Rows, cached: Tensor) -> Tensor:
-        """The first tokens to feed: the last committed one, and those before it that a row's cache lacks (as many as
-        it may lack, if shapes must be prepared). [B, T]"""
-        num_owed = self._most_owed
-        if not self._lm.execution.is_prepared:
-            owed = torch.where(rows.num_wanted > 0, rows.lengths - 1 - cached, 0)
-            num_owed = int(owed.amax().clamp(0, num_owed))
-        if num_owed <= 1:
-            return rows.last_ids if num_owed else rows.last_ids[:, 1:]
-        columns = rows.lengths[:, None] - 1 + torch.arange(-num_owed, 1, device=rows.lengths.device)
-        return rows.ids.gather(1, columns.clamp(0, rows.ids.shape[1] - 1))
+def model_cache(
+    lm: LM,
+    options: DraftOptions,
+    mask_id: int | None,
+    num_slots: int,
+    capacity: int,
+    device: torch.device,
+    most_owed: int,
+) -> DraftCache:
+    """The session of a draft model. For ``mask_id`` see ``model_drafter``, for ``most_owed`` ``DraftCache``."""
+    stops_early = options.min_prob > 0 and not lm.execution.is_prepared and lm.device.type == "cpu"
+    step = OneByOne if mask_id is None else partial(AtOnce, mask_id=mask_id)
+    return DraftCache(
+        *(lm, options, num_slots, min(capacity, lm.context_len), device),
+        step=partial(step, stops_early=stops_early),
+        feed=LM.prefill,
+        most_owed=most_owed,
+        keeps_drafts=mask_id is None,
+    )
 
 
 def window_start(length: int, context_len: int) -> int:
@@ -278,12 +169,10 @@ def window_start(length: int, context_len: int) -> int:
 class WindowSession(DraftSession):
     """Shows a session the last tokens of sequences that are longer than the draft's context.
 
-    The draft's cache holds a window of the sequence, whose first token has position 0. When a sequence outgrows the
-    context, its window begins anew with the second half of it: so a prefill of half a context is paid every half
-    context. Where the window begins is a function of the length alone, so that drafts stay a function of the sequence.
-    For the session inside, a new window is a new sequence.
-
-    A window ends drafts, too: none goes beyond it. A row that is not drafted for keeps its old window until it is.
+    The token that begins a window has position 0. When a sequence outgrows the context, its window begins anew with the
+    second half of it, which costs a prefill of half a context; for the session inside, that is a new sequence. Where
+    the window begins is a function of the length alone, so that drafts stay a function of the sequence. No draft goes
+    beyond its window. A row that is not drafted for keeps its old window until it is.
 
     Args:
         inner: needs no hidden states of the target.

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from outrider.drafters.base import Drafter, DraftSession, Rows
 from outrider.drafters.draft_options import NO_OPTIONS, DraftOptions
-from outrider.drafters.model import ModelSession
+from outrider.drafters.model import model_cache
 from outrider.records import Draft
 from outrider.runtime.lm import LM
 from outrider.sampling.rules import Rule
@@ -68,7 +68,7 @@ class TranslatedSession(DraftSession):
         self._ids[:, : len(prefix)] = lm.vocab_size + torch.tensor(prefix, dtype=torch.long, device=device)
         self._ends = torch.full((num_slots, capacity + 2), len(prefix), dtype=torch.long, device=device)
         self._num_read = torch.zeros(num_slots, dtype=torch.long, device=device)  # tokens that are spelled
-        self._inner = ModelSession(lm, options, None, num_slots, own_capacity, device, self._most)
+        self._inner = model_cache(lm, options, None, num_slots, own_capacity, device, self._most)
 
     def assign(self, slot: int, source: int | None, num_tokens: int) -> None:
         origin = slot if source is None else source
