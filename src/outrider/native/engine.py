@@ -47,12 +47,9 @@ class NativeForward:
 
     @memory_errors()
     def __init__(self, model: Any, plan: Plan, *, is_part: bool = False) -> None:
-        """Take a planned model, or a module of Transformers in float32, and its plan. Raises NotPlanned: the form of
-        its weights is not known here.
-
-        Args:
-            is_part: the plan is that of a head's layers; its other parameters run elsewhere.
-        """
+        """Take a planned model, or a module of Transformers in float32, and its plan; with ``is_part`` the plan is that
+        of a head's layers, and its other parameters run elsewhere. Raises NotPlanned: the form of its weights is not
+        known here."""
         kernels = library()
         if kernels is None:
             raise NotPlanned("the native library cannot be compiled here")

@@ -145,10 +145,8 @@ def process(processors: Sequence[Processor], ids: Tensor, logits: Tensor) -> Ten
 class ProcessedRow:
     """Constraint of one sequence by processors (see ``outrider.records.Constraint``).
 
-    Attributes:
-        errors: the processors' errors, by position. Processors see drafts that may be rejected, so an error counts only
-            if the sequence has a token at its position; that error is the target's, which has replaced the draft's.
-    """
+    ``errors`` has those of the processors, by position. Processors see drafts that may be rejected, so an error counts
+    only if the sequence has a token at its position; that error is the target's, which has replaced the draft's."""
 
     error: str | None = None
 

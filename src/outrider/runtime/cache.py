@@ -226,12 +226,9 @@ class SlotCache:
         return min(num_tokens, int(self.anchors[slot])) if self.has_states else num_tokens
 
     def at(self, positions: Tensor, view_len: int, *, is_single: bool, keeps_finite: bool = False) -> None:
-        """Set up the next forward, of tokens at these positions, -1 for padding [B, T], all below ``view_len``.
-
-        Args:
-            is_single: layers with states are called with one token at a time.
-            keeps_finite: write zeros for numbers that are not finite (see ``find_broken``).
-        """
+        """Set up the next forward, of tokens at these positions, -1 for padding [B, T], all below ``view_len``. With
+        ``is_single`` layers with states are called with one token at a time; with ``keeps_finite`` zeros are written
+        for numbers that are not finite (see ``find_broken``)."""
         assert view_len <= self.capacity
         self._plan.places = self._places(positions)
         self._plan.view_len = view_len

@@ -48,12 +48,8 @@ class CapturedExecution(Execution):
     few eager runs; nothing is cached on disk, and each graph has its own memory pool.
 
     Lengths and batch sizes are rounded up to powers of two. Keeps the MOST_PROGRAMS graphs that were looked up most
-    recently.
-
-    Args:
-        is_required: a step that cannot be captured, or gives other results then, is an error; else all steps run
-            eagerly from there on, and a warning says so.
-    """
+    recently. If it ``is_required``, a step that cannot be captured, or gives other results then, is an error; else all
+    steps run eagerly from there on, and a warning says so."""
 
     name = "captured"
     lookahead = 1  # the device works on while the host reads

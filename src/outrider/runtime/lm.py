@@ -174,21 +174,14 @@ class LM:
 
     @in_all_processes
     def uncached(self, ids: Tensor, num_logits: int = 0) -> Tensor:
-        """Logits of one forward of the model's own code without a cache. [B, T] -> [B, N, V], padding of V included
-
-        Args:
-            num_logits: N, the last ones; 0 for all.
-        """
+        """Logits of one forward of the model's own code without a cache, the last ``num_logits``; 0 for all.
+        [B, T] -> [B, N, V], padding of V included"""
         logits: Tensor = self.model(input_ids=ids, use_cache=False, logits_to_keep=num_logits).logits
         return logits
 
     def new_cache(self, num_rows: int, capacity: int, *, is_sparse: bool = False) -> SlotCache:
-        """Cache for ``num_rows`` sequences of at most ``capacity`` tokens (rounded up). Raises DeviceError: there is
-        not enough memory.
-
-        Args:
-            is_sparse: little of it will be used (see ``SlotCache.empty``).
-        """
+        """Cache for ``num_rows`` sequences of at most ``capacity`` tokens (rounded up), of which little will be used if
+        ``is_sparse`` (see ``SlotCache.empty``). Raises DeviceError: there is not enough memory."""
         if self.num_shares > 1:
             check_equal(_fingerprint, self)
         return self._new_cache(num_rows, self.execution.round_length(capacity), is_sparse)
@@ -330,12 +323,9 @@ class LM:
     ) -> Tensor | None:
         """Prefill: put the tokens starts <= position < ends of each row [B] into the cache, from a buffer whose column
         j holds the token at position j [B, N]. ``latest`` is at least ``starts``, and ``num_columns``, T, at least
-        ``ends - starts`` (known on the host, which need not wait for the device).
-
-        Returns:
-            hidden states of ``features`` (see ``forward_with_features``; for at most PREFILL_TOKENS tokens), from the
-            column ``starts`` on. [B, T, F]
-        """
+        ``ends - starts`` (known on the host, which need not wait for the device). Returns the hidden states of
+        ``features`` (see ``forward_with_features``; for at most PREFILL_TOKENS tokens), from the column ``starts`` on.
+        [B, T, F]"""
         most = max(1, PREFILL_TOKENS // len(ids))
         assert not features or num_columns <= most
         if cache.has_states:
@@ -366,12 +356,7 @@ class LM:
         self._catch_up(cache, lengths, most, self.execution)
 
     def _catch_up(
-        self,
-        cache: SlotCache,
-        lengths: Tensor,
-        most: int,
-        execution: Execution,
-        features: Sequence[int] = (),
+        self, cache: SlotCache, lengths: Tensor, most: int, execution: Execution, features: Sequence[int] = ()
     ) -> list[tuple[Tensor, ...]]:
         """Run forwards from the anchors over multiples of STRIDE, at most as wide as ``most`` or STRIDE, and keep their
         states. With ``features``, return positions and hidden states of the tokens fed, forward by forward; then the

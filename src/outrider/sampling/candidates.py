@@ -65,16 +65,8 @@ class CandidateBuffers:
         min_p: Tensor | None = None,
         token_ids: Tensor | None = None,
     ) -> tuple[Candidates, Tensor]:
-        """Add rows of logits under these options, whose meaning is that of probs.py.
-
-        Args:
-            logits: float32 [B, T, V], or of D tokens [B, T, D]
-            temperature, top_k, top_p, min_p: [B]
-            token_ids: these tokens, ascending; None for all. D numbers
-
-        Returns:
-            [B, T] rows, and whether each row of logits is finite. [B, T]
-        """
+        """Add rows of logits, float32 [B, T, V], or [B, T, D] of the D ``token_ids``, ascending. The options [B] mean
+        what they mean in probs.py. Returns the [B, T] rows, and whether each row of logits is finite [B, T]."""
         num_rows, num_places, num_tokens = logits.shape
         check(num_tokens == (self.vocab_size if token_ids is None else len(token_ids)), "a logit for each token")
         flat = logits.reshape(-1, num_tokens)
@@ -116,14 +108,10 @@ def _enlarged(values: Tensor, num_used: int, num: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """Rows of the buffers, until these are cleared.
-
-    Attributes:
-        index: the numbers of the rows. [...]
-    """
+    """Rows of the buffers, until these are cleared."""
 
     buffers: CandidateBuffers
-    index: Tensor
+    index: Tensor  # the numbers of the rows. [...]
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -160,12 +148,8 @@ class Candidates:
         return ids
 
     def verify(self, rule: int, draft: Draft, noise: tuple[Tensor | int | None, ...]) -> Verdict:
-        """The verdict of a rule of rules.py, on rows of p [B, K+1].
-
-        Args:
-            draft: with candidates in the same buffers.
-            noise: uniform numbers, the number of each row's, seeds and positions, as far as the rule has them.
-        """
+        """The verdict of a rule of rules.py, on rows of p [B, K+1] and a draft with candidates in the same buffers. The
+        noise: uniform numbers, the number of each row's, seeds and positions, as far as the rule has them."""
         num_rows, k = draft.ids.shape
         check(self.index.shape == (num_rows, k + 1), "rows of p at each drafted token, and after them")
         check(all(len(one) == num_rows for one in noise if isinstance(one, Tensor)), "noise of each row")

@@ -116,19 +116,12 @@ ToolChoice = Literal["none", "auto", "required"] | Choice | None
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """Tools of a request.
+    """Tools of a request."""
 
-    Attributes:
-        all: described to the model.
-        callable: those that may be called.
-        is_forced: at least one must be called.
-        is_parallel: several calls are allowed.
-    """
-
-    all: Sequence[Tool]
-    callable: Sequence[Tool]
-    is_forced: bool
-    is_parallel: bool
+    all: Sequence[Tool]  # described to the model
+    callable: Sequence[Tool]  # those that may be called
+    is_forced: bool  # at least one must be called
+    is_parallel: bool  # several calls are allowed
 
     @classmethod
     def of(cls, tools: Sequence[Tool], choice: ToolChoice, is_parallel: bool | None = None) -> Self | None:
