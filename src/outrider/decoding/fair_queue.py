@@ -62,11 +62,9 @@ class FairQueue(Generic[_Item]):
         self._num_items -= 1
         return client, item
 
-    def remove(self, is_gone: Callable[[_Item], bool]) -> int:
-        """Remove items. Returns the number removed."""
+    def remove(self, is_gone: Callable[[_Item], bool]) -> None:
         lines = {client: [entry for entry in line if not is_gone(entry[2])] for client, line in self._lines.items()}
         for line in lines.values():
             heapq.heapify(line)
         self._lines = {client: line for client, line in lines.items() if line}
-        num_before, self._num_items = self._num_items, sum(map(len, self._lines.values()))
-        return num_before - self._num_items
+        self._num_items = sum(map(len, self._lines.values()))

@@ -33,15 +33,7 @@ from outrider.system.resources import memory_errors
 
 
 class Runner:
-    """The models, with their caches of S slots.
-
-    Attributes:
-        cache: the target's.
-        session: the drafter's.
-        clock: times the device.
-        candidates: buffers for the rows of p and q of a round; None where rows are tensors.
-        reads_rounds: whether the host must read a round before it starts the next one.
-    """
+    """The models, with their caches of S slots."""
 
     def __init__(self, target: LM, drafter: Drafter, rule: Rule, num_slots: int, capacity: int, max_k: int) -> None:
         """A slot has at most ``capacity`` tokens; a round drafts at most ``max_k``."""
@@ -49,10 +41,12 @@ class Runner:
         lms = target, *drafter.models
         for lm in lms:
             lm.check_rollback(max_k)
-        # States are advanced by lengths on the host, and not beyond the end of a text, which is reused.
+        # Whether the host must read a round before it starts the next one. States are advanced by lengths on the host,
+        # and not beyond the end of a text, which is reused.
         self.reads_rounds = drafter.reads_on_host or any(lm.is_recurrent for lm in lms)
         self.cache = target.new_cache(num_slots, capacity)
         is_prepared = any(lm.execution.is_prepared for lm in lms)
+        # For the rows of p and q of a round; None where rows are tensors.
         self.candidates = None if is_prepared else candidate_buffers(target.vocab_size, target.device)
         self._shared = self.cache.of_layers(drafter.shared_layers)
         self.session = drafter.open(num_slots, capacity, target.device, max_k)

@@ -42,12 +42,8 @@ _REFUSED = (
 _TAKES_TURNS = "it changes itself when called, and rows take turns: make it a function of its arguments"
 
 
-def processors_of_row(processors: Sequence[Processor], row: int) -> list[Processor]:
-    """The processors as they act on one row of the batch. Raises OptionError: one has a state, or reads other rows."""
-    return [_of_row(one, row) for one in processors]
-
-
-def _of_row(processor: Any, row: int) -> Processor:
+def of_row(processor: Any, row: int) -> Processor:
+    """A processor as it acts on one row of the batch. Raises OptionError: it has a state, or reads other rows."""
     if isinstance(processor, _REFUSED) or type(processor).__name__.startswith("Dia"):
         name = type(processor).__name__
         raise OptionError("logits_processor", name, "it needs more than a row's ids and logits: leave it out")

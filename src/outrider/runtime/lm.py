@@ -38,23 +38,7 @@ would only take more memory (docs/internals/log/2026.md)."""
 
 
 class LM:
-    """A model with what the decoding loop needs to know of it.
-
-    Attributes:
-        backend: runs the model.
-        name: the name in messages.
-        vocab_size: V; logits beyond it (padding of the embedding matrix) are cut off, so they are never sampled.
-        unknown_ids: tokens of the vocabulary that the model does not know; their logits are -10,000.
-        token_ids: the tokens that its LM head has rows for, ascending, D numbers; None for all. Others get -10,000.
-        own_ids: where the vocabulary is another one than the model's, the model's id of each token, -1 if it has none.
-        context_len: maximum sequence length.
-        device: the device of the first layer.
-        dtype: the type of activations.
-        num_shares: processes that share the model (tensor parallel); the others follow the first (system/ranks.py).
-        execution: runs its steps.
-        least_columns: minimum width of a forward of a model with states: 2 if a single token gets other logits than
-            the same token among several.
-    """
+    """A model with what the decoding loop needs to know of it."""
 
     twin_key: int | None = None
     TOLD = ("vocab_size", "unknown_ids", "own_ids", "token_ids", "context_len", "least_columns", "is_stepped")
@@ -63,14 +47,19 @@ class LM:
         self, backend: Forward, *, name: str, vocab_size: int, context_len: int, unknown_ids: tuple[int, ...] = ()
     ) -> None:
         self.backend = backend
-        self.name = name
+        self.name = name  # in messages
+        # V; logits beyond it (padding of the embedding matrix) are cut off, so they are never sampled.
         self.vocab_size = vocab_size
-        self.unknown_ids = unknown_ids
+        self.unknown_ids = unknown_ids  # tokens that the model does not know; their logits are -10,000
+        # Where the vocabulary is another one than the model's, the model's id of each token, -1 if it has none.
         self.own_ids: tuple[int, ...] = ()
+        # The tokens that its LM head has rows for, ascending, D numbers; None for all. Others get -10,000.
         self.token_ids: Tensor | None = None
-        self.context_len = context_len
-        self.execution: Execution = EagerExecution()
+        self.context_len = context_len  # maximum sequence length
+        self.execution: Execution = EagerExecution()  # runs its steps
+        # Processes that share the model follow the first (system/ranks.py).
         self.device, self.dtype, self.num_shares = backend.device, backend.dtype, backend.num_shares
+        # Minimum width of a forward of a model with states: 2 if a single token gets other logits than among several.
         self.least_columns = 1
 
     @property

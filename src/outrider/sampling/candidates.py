@@ -35,21 +35,16 @@ def candidate_buffers(vocab_size: int, device: torch.device) -> CandidateBuffers
 
 class CandidateBuffers:
     """The rows of a round: tokens that can be drawn, with weights. The probability of a token is its weight over the
-    row's sum.
-
-    Attributes:
-        ids, weights: of the tokens of all rows; ids are ascending in a row. int32 [N], float32 [N]
-        starts, counts: of each row, where its tokens start, and how many they are; -1: all of the vocabulary, without
-            ids. [R]
-        sums: of the weights of each row. float64 [R]
-        native: the same in C++ (token_rows.h), with the numbers of rows and of tokens.
-    """
+    row's sum."""
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
+        # Of the tokens of all rows; ids are ascending in a row. int32 [N], float32 [N]
         self.ids, self.weights = torch.empty(0, dtype=torch.int32), torch.empty(0)
+        # Where the tokens of each row start, and how many they are; -1: all of the vocabulary, without ids. [R]
         self.starts, self.counts = torch.empty(2, 0, dtype=torch.long)
-        self.sums = torch.empty(0, dtype=torch.float64)
+        self.sums = torch.empty(0, dtype=torch.float64)  # of the weights of each row. [R]
+        # The same in C++ (token_rows.h), with the numbers of rows and of tokens.
         self.native = native().CandidateBuffers(vocab_size=vocab_size)
 
     def clear(self) -> None:

@@ -70,9 +70,6 @@ class ParsedRequest:
         return self.body.refusal_of(error)
 
 
-# Types of fields
-
-
 def _whole(value: Any) -> Any:
     """Some clients write 16.0."""
     return int(value) if isinstance(value, float) and value.is_integer() else value

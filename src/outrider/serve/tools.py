@@ -66,10 +66,6 @@ class Tool(Part):
         tool._described = {"type": "function", "function": described}
         return tool
 
-    @property
-    def described(self) -> Mapping[str, Any]:
-        return self._described
-
     def arguments(self, *, is_forced: bool) -> Mapping[str, Any]:
         """The schema that its arguments must match."""
         if not (self.strict or is_forced):
@@ -173,4 +169,4 @@ class ToolUse:
 
 
 def descriptions_of(tools: ToolUse | None) -> list[Mapping[str, Any]]:
-    return [] if tools is None else [tool.described for tool in tools.all]
+    return [] if tools is None else [tool._described for tool in tools.all]
