@@ -33,7 +33,7 @@ from outrider.system.resources import memory_errors
 
 
 class Runner:
-    """The models, with their caches of S slots."""
+    """The models, with caches of S slots: ``cache`` is the target's, and those of the drafter are in ``session``."""
 
     def __init__(self, target: LM, drafter: Drafter, rule: Rule, num_slots: int, capacity: int, max_k: int) -> None:
         """A slot has at most ``capacity`` tokens; a round drafts at most ``max_k``."""

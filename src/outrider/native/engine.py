@@ -35,7 +35,7 @@ _FEW_TOKENS, _SIMILAR_PLACES = 64, 512  # forwards whose times are compared
 
 
 class NativeForward:
-    """Forwards of one model on the CPU. Attributes as of ``Forward``, with V and the width of hidden states."""
+    """Forwards of one model on the CPU. Attributes as of ``Forward``; ``width`` is that of hidden states."""
 
     device, dtype, num_shares = torch.device("cpu"), torch.float32, 1
     is_stepped, is_batch_invariant = False, True

@@ -80,8 +80,8 @@ class SlotCache:
         self._heads: dict[int, SlotCache] = {}
         self._scratch: SlotCache | None = None
         self._states = states
-        self.has_states = any(state.is_fed_again for state in states)  # from an anchor on
-        self.is_recurrent = any(not state.width for state in states)  # states mix all earlier tokens
+        self.has_states = any(state.is_fed_again for state in states)  # fed again from the anchors on
+        self.is_recurrent = any(not state.width for state in states)  # some mix all earlier tokens
         # Whether tokens before those of a forward may be rejected, so that anchors stay (see ``scratch``).
         self.is_ahead = False
         self.broken: Tensor | None = None  # tokens of a native forward that are not finite. [B, T]

@@ -57,7 +57,8 @@ class LM:
         self.token_ids: Tensor | None = None
         self.context_len = context_len  # maximum sequence length
         self.execution: Execution = EagerExecution()  # runs its steps
-        # Processes that share the model follow the first (system/ranks.py).
+        # The device of the first layer, the type of activations, and the number of processes that share the model
+        # (tensor parallel): the others follow the first (system/ranks.py).
         self.device, self.dtype, self.num_shares = backend.device, backend.dtype, backend.num_shares
         # Minimum width of a forward of a model with states: 2 if a single token gets other logits than among several.
         self.least_columns = 1

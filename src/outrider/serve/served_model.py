@@ -61,13 +61,13 @@ class ServerOptions:
 class ServedModel:
     """Takes requests and delivers chunks. Call all methods from the event loop."""
 
-    # Set once the model is loaded; the decoder's models have names for clients.
+    _on_failure: Callable[[], None]
+    # Set once the model is loaded; the decoder's models have names for clients:
     decoder: Decoder
     capacity: int
     schedule: Schedule
     fingerprint: str
     _own_name: str
-    _on_failure: Callable[[], None]
 
     def __init__(self, names: Sequence[str], load: LoadDecoder, options: ServerOptions) -> None:
         """``load`` loads the decoder, in the thread that will own it. Clients know the model by at least one of the
