@@ -256,7 +256,7 @@ def test_async_session_errors_of_a_task(monkeypatch: pytest.MonkeyPatch) -> None
             with pytest.raises(SessionError, match="SystemExit"):  # a thread that ends with it says nothing
                 await asyncio.wait_for(session.generate([[1]], **options, processor=sys.exit), 60.0)
             assert await session.generate([[1]], **options) == decoder.generate([[1]], **options)
-            stream = session.stream([1], **options)
+            stream = session.stream([1], **options | {"max_new_tokens": 62})
             chunks: list[Chunk] = [await anext(stream)]
         with pytest.raises(SessionError, match="closed before"):
             chunks += [chunk async for chunk in stream]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.drafters.base import DraftSession, Prefill, Rows, VerifyResult
+from outrider.drafters.base import DraftSession, Prefill, Rows, VerifyResult, empty_draft
 from outrider.drafters.draft_options import DraftOptions
 from outrider.drafters.drawing import DraftStep
 from outrider.records import Draft
@@ -57,9 +57,10 @@ class DraftCache(CacheSession):
     round later the length has grown, and would hide the rejected token.
 
     So a row lacks one entry besides the last if its draft was fully accepted, since the last drafted token was never
-    fed, and one more for each round without drafts since then. If the entries of drafted tokens are not those of
-    committed ones, it lacks as many as the last round committed. A few missing entries are fed with the drafts, more by
-    ``catch_up``. A prompt is read likewise, when drafting starts, so that it costs nothing where drafts do not pay.
+    fed, and one more for each round without drafts since then. Where drafted tokens get entries of another kind (not
+    ``keeps_drafts``), a row lacks all entries of the tokens that the last round committed. A few missing entries are
+    fed with the drafts, more by ``catch_up``. A prompt is read likewise, when drafting starts, so that it costs nothing
+    where drafts do not pay.
     """
 
     def __init__(
@@ -143,6 +144,8 @@ class DraftCache(CacheSession):
         self._cached[first_slot : first_slot + len(ends)] = torch.tensor(ends, device=ids.device)
 
     def propose(self, rows: Rows, k: int, rule: Rule, noise: Any) -> Draft:
+        if not any(rows.most_wanted):  # of a wrapper's rows
+            return empty_draft(rows)
         lm, cache, cached = self._lm, self._cache.first(len(rows)), self._cached[: len(rows)]
         num_entries = rows.lengths - self._lag
         num_wanted = torch.where(num_entries > 0, rows.num_wanted, 0) if self._lag else rows.num_wanted

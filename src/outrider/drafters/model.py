@@ -184,10 +184,10 @@ class WindowSession(DraftSession):
 
     def assign(self, slot: int, source: int | None, num_tokens: int) -> None:
         start = self._starts[slot if source is None else source]
-        if num_tokens <= start:
-            start = 0  # nothing of that window remains, and the new sequence may end before it
-        self._starts[slot] = start
-        self._inner.assign(slot, source, max(0, num_tokens - start))
+        kept = max(0, num_tokens - start)
+        # Where nothing of that window remains, the new sequence may end before it.
+        self._starts[slot] = start if kept else 0
+        self._inner.assign(slot, source, kept)
 
     def catch_up(self, rows: Rows) -> bool:
         """Begin the windows of rows that have outgrown theirs, or are new."""

@@ -59,8 +59,8 @@ class AsyncSession(
     Concurrent tasks are batched. A task that is cancelled, or closes its stream (``contextlib.aclosing``), leaves
     before the next round. Chunks for a slow reader wait in memory. Errors come from the iterator, those of options too.
 
-    Its calls use ``start``, ``submit``, ``close`` and ``stop``, as others may that make their own requests. Use these
-    and ``post`` in the event loop, and ``call`` in the thread.
+    Callers with requests of their own may use ``start``, ``submit``, ``close``, ``stop`` and ``post`` directly, in the
+    event loop, and ``call`` in the thread.
 
     Attributes:
         tickets: those that are not closed.
@@ -73,13 +73,12 @@ class AsyncSession(
         watch: Callable[[Arrived], None] = lambda arrived: None,
         fail: Callable[[BaseException], Exception] | None = None,
     ) -> None:
-        """Take what opens the session, in the thread; what sees all results in the event loop, before their tickets get
-        them; and what takes the error that has ended the thread, in the event loop, and returns the error of all
-        tickets. Without ``fail`` errors of the engine end those alone that have requests in it; the next engine is
-        new."""
+        """``open_`` opens the session, in the thread. ``watch`` receives all results in the event loop, before their
+        tickets do. ``fail`` maps the error that ended the thread to that of all tickets, in the event loop; without
+        ``fail`` an error of the engine ends its requests alone, and the next engine is new."""
         self._open, self._watch, self._fail = open_, watch, fail
         self._session: Session | None = None
-        self._is_open = False
+        self._is_open, self._begun = False, asyncio.Event()
         self._inbox: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         self.tickets: set[Ticket] = set()
         # Of the thread: other work, and the results of the current step.
@@ -89,9 +88,10 @@ class AsyncSession(
     async def __aenter__(self) -> Self:
         if self._is_open:
             raise SessionError("the session is open already: each 'async with' needs its own")
-        opened = asyncio.Event()
-        self.start(opened.set)
-        await opened.wait()
+        self.start(self._begun.set)
+        await self._begun.wait()
+        if not self._is_open:
+            raise SessionError("the session could not be opened: the log tells why")
         return self
 
     async def __aexit__(self, *error: object) -> None:
@@ -181,6 +181,7 @@ class AsyncSession(
 
     def _end_all(self, error: BaseException) -> None:
         self._is_open = False
+        self._begun.set()
         reason = SessionError("the thread of the session has failed: open another session")
         found = reason if self._fail is None else self._fail(error)
         for ticket in list(self.tickets):
@@ -202,7 +203,12 @@ class AsyncSession(
         finally:
             if self._session is not None:
                 self._session.close()
-                self._deliver_on_thread()
+            while (found := self._work.pop()) is not None:
+                _, ticket = found
+                assert ticket.steps is not None
+                ticket.steps.close()
+                self._receive_on_thread(ticket, 0, SessionError("the session was closed"))
+            self._deliver_on_thread()
 
     def _take_in(self, has_work: bool) -> bool:
         """Run what has been posted; wait for it when there is no work. Returns False at the end."""

@@ -101,7 +101,7 @@ class CapturedExecution(Execution):
 
     def _results(self, call: Call) -> Any:
         """The results of a program, or of the step that the program is compared with; None after a fault."""
-        key = call.step, id(call.lm.backend), tuple(call.form)
+        key = call.step, id(call.lm), tuple(call.form)  # programs keep their models
         program = self._programs.get(key)
         if program is not None and program.num_compared == _NUM_COMPARED:
             self._programs.move_to_end(key)
@@ -113,7 +113,7 @@ class CapturedExecution(Execution):
                 if program is None:
                     program = self._programs[key] = self._record(call)
                     _copy(before, call.stores)  # undo the warm-up runs
-                found = {"results": program.run(call.tensors), "states": tuple(one.clone() for one in call.states)}
+                found = {"results": program.run(call.tensors)} | call.written()
             finally:
                 _copy(before, call.stores)
         except Exception as error:  # what arbitrary models and drivers may raise has no common type
@@ -125,7 +125,7 @@ class CapturedExecution(Execution):
         program.num_compared += 1
         if len(self._programs) > MOST_PROGRAMS:
             self._programs.popitem(last=False)
-        wanted = {"results": results, "states": tuple(call.states)}
+        wanted = {"results": results} | call.written()
         for (name, mine), (_, its) in zip(_parts(found), _parts(wanted), strict=True):
             if isinstance(its, Tensor) and not _is_close(mine, its, call.lm.dtype):
                 self._give_up(f"{call.lm.name} differs when captured: {type(call.step).__name__} gives other {name}")
@@ -149,9 +149,7 @@ class CapturedExecution(Execution):
                 return _called(inputs, run)
             with torch.cuda.device(lm.device):
                 self._side = self._side or torch.cuda.Stream()
-                # Constants that the model was given or has derived, besides its weights.
-                constants = [value for value in vars(lm).values() if isinstance(value, Tensor)]
-                return _captured(inputs, run, (stores, lm.backend, constants), self._side)
+                return _captured(inputs, run, (stores, lm), self._side)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +162,7 @@ class Call:
     arguments: dict[str, Any]
     tensors: list[Tensor] = field(default_factory=list)  # the tensors in the arguments, in order, contiguous
     stores: list[Tensor] = field(default_factory=list)  # the storage of the caches in them
-    # Those of ``stores`` that the step reads and then overwrites: running it twice on them changes the result:
+    # The stores that a step both reads and overwrites, so that a second run gives another result:
     states: list[Tensor] = field(default_factory=list)
     form: list[Any] = field(default_factory=list)  # all else that a program depends on
 
@@ -181,6 +179,13 @@ class Call:
                 self.form.append((value.capacity, value.bound, *first))
             else:
                 self.form.append(value)
+
+    def written(self) -> dict[str, tuple[Tensor, ...]]:
+        """The states, and a sum of each token's numbers in each other store: of keys, values, ids."""
+        states = {id(one) for one in self.states}
+        kept = [one[:, :-1] for one in self.stores if id(one) not in states]  # the last place is that of padding
+        sums = tuple(one.flatten(2).sum(2, dtype=torch.float64) for one in kept)
+        return {"states": tuple(one.clone() for one in self.states), "keys and values": sums}
 
     def on(self, tensors: Iterable[Tensor], stores: Iterable[Tensor]) -> Any:
         """Run the step on other tensors of the same shapes, in arguments that are made for this run, since they may

@@ -27,7 +27,7 @@ _STEP = 64  # places; eager shapes are free, but fewer view lengths mean fewer m
 
 
 class Execution:
-    """Runs each step directly. Abstract: others say what they are called, and what they do otherwise."""
+    """Runs each step directly. Base class: others set ``name`` and override what differs."""
 
     name: str  # in tables and messages
     favoured_k: tuple[int, ...] = (0, 1, 2, 3, 4, 6, 8)  # values of K for adaptive schedules, with every drafter

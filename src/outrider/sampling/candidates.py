@@ -85,11 +85,12 @@ class CandidateBuffers:
         """The rows that are added next, and room for as many tokens in each. [*shape]"""
         used, num_new = self.native, math.prod(shape)
         num_rows, end = used.num_rows + num_new, used.num_tokens + num_new * (num_tokens + _ALIGNMENT)
-        if num_rows > len(self.sums) or end > len(self.ids):
-            self.ids, self.weights = (_enlarged(one, used.num_tokens, end) for one in (self.ids, self.weights))
-            of_rows = self.starts, self.counts, self.sums
-            self.starts, self.counts, self.sums = (_enlarged(one, used.num_rows, num_rows) for one in of_rows)
-            for name in ("ids", "weights", "starts", "counts", "sums"):
+        for names, num_used, num in (
+            (("ids", "weights"), used.num_tokens, end),
+            (("starts", "counts", "sums"), used.num_rows, num_rows),
+        ):
+            for name in names if num > len(getattr(self, names[0])) else ():
+                setattr(self, name, _enlarged(getattr(self, name), num_used, num))
                 setattr(used, name, getattr(self, name).data_ptr())
         return Candidates(self, torch.arange(used.num_rows, num_rows).view(shape))
 

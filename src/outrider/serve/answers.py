@@ -212,7 +212,10 @@ async def _arrivals(answer: Answer) -> AsyncIterator[tuple[int, Chunk] | None]:
         which, chunk = event
         if isinstance(chunk, Exception):
             constraint = answer.jobs[which].request.constraint
-            if constraint is not None and constraint.error is not None:  # the client's grammar is at fault
+            is_of_row = not isinstance(chunk, Refusal)  # which are of the whole ticket
+            if (
+                is_of_row and constraint is not None and constraint.error is not None
+            ):  # the client's grammar is at fault
                 raise Refusal(str(chunk), param=answer.ask.structured_by)
             raise answer.served.error_of(chunk)
         num_open -= chunk.finish_reason is not None

@@ -47,7 +47,8 @@ class Metrics(Collector):
         return one.labels(self._model_name)
 
     def count(self, arrived: Arrived) -> None:
-        """Count the results of one round, before rows keep their chunks. The first chunk has the round's timing."""
+        """Count one round's results, before the chunks are appended to ``job.chunks``: a job without chunks is new.
+        Only the round's first chunk carries its timing."""
         rows = [(ticket, ticket.states[number], item) for ticket, number, item in arrived if ticket.steps is None]
         chunks = [item for _, _, item in rows if isinstance(item, Chunk)]
         self.timing += sum((chunk.timing for chunk in chunks[:1]), Timing())

@@ -180,6 +180,8 @@ class ServedModel:
     def _fail(self, error: BaseException) -> Exception:
         if not isinstance(error, OutriderError):
             _LOG.error("the engine has failed", exc_info=error)
+        for ticket in self.session.tickets:
+            self.metrics.count_end("error", 0 if ticket.steps else ticket.num_open)
         self.admission.state, self.error = "failed", error
         self._on_failure()
         return Refusal("the engine has failed", status=500, type_="server_error")
