@@ -1,5 +1,4 @@
-"""Examples and notebooks run with the embedded pair. Those whose packages are not installed are skipped; .ci/examples
-installs them."""
+"""Examples and notebooks run with the embedded pair, or are skipped without their packages (.ci/examples)."""
 
 import os
 import re

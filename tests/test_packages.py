@@ -61,8 +61,7 @@ def _package(name: str) -> str:
 
 
 def test_imports_go_neither_up_nor_in_circles() -> None:
-    """Neither of modules nor of packages. Running a model knows no kernels, and known mistakes are for certificates
-    alone: no option of the decoder leads to them. Package files hold a docstring and nothing else."""
+    """Neither of modules nor of packages. Known mistakes are for certificates alone. Package files hold a docstring."""
     modules = _modules()
     graph = {name: set(_imported(ast.parse(path.read_text()), modules)) for name, path in modules.items()}
     packages: dict[str, set[str]] = {package: set() for package in LAYER_OF}
@@ -84,8 +83,7 @@ def test_imports_go_neither_up_nor_in_circles() -> None:
 
 
 def test_the_command_line_starts_without_torch() -> None:
-    """What is imported at the top is clean all the way down, in every command, and so is all help; that of the program
-    imports no command."""
+    """What is imported at the top is clean all the way down, and so is all help; the program's imports no command."""
     code = """
 import sys, outrider.records
 from outrider.cli.app import EXAMPLES, app

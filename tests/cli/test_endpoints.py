@@ -114,11 +114,7 @@ def test_endpoints_receive_chats(serve: Callable[[Handler], None]) -> None:
     usage = {"completion_tokens": 1}
     serve(_handler("outrider", sent, lambda body: {"choices": [choice], "usage": usage}))
     one = _open(prompt=chat)
-    for num_tokens, finish, is_whole in (
-        (2, "stop", True),
-        (2, "length", False),
-        (3, "stop", False),
-    ):
+    for num_tokens, finish, is_whole in ((2, "stop", True), (2, "length", False), (3, "stop", False)):
         usage["completion_tokens"], choice["finish_reason"] = num_tokens, finish
         assert ("token_ids" in one.sample(chat, seed=1)) is is_whole
     with pytest.raises(OptionError, match="no token ids of whole answers"):  # a thought is apart

@@ -96,7 +96,6 @@ def commands_of(code: str) -> list[list[str]]:
 
 
 def check_options(rest: list[str]) -> None:
-    """Every option of a command exists, and has a value where it needs one."""
     command = command_of("")
     context = command.make_context("outrider", [], resilient_parsing=True)
     while hasattr(command, "commands") and rest and not rest[0].startswith("-"):
@@ -106,7 +105,6 @@ def check_options(rest: list[str]) -> None:
 
 
 def check(block: Block) -> None:
-    """A block can be parsed."""
     if block.language == "bash":
         for command in commands_of(block.code):
             if "outrider" in command:  # whatever starts it
@@ -130,7 +128,6 @@ def test_blocks_can_be_parsed(page: Path) -> None:
 
 @pytest.fixture
 def url() -> Iterator[Callable[[], str]]:
-    """Starts a server of the embedded pair when it is first asked for."""
     with ExitStack() as stack:
 
         @cache

@@ -40,8 +40,7 @@ _NOT_OPTIMIZED = {level: f"g++ -O0 {flags}" for level, flags in _LEVELS.items()}
 
 @pytest.mark.slow
 def test_the_kernels_on_other_processors(tmp_path: Path) -> None:
-    """A row or token alone, other numbers of threads, and other processors give equal bits; but for sums that round
-    twice."""
+    """A row alone, other threads, and other processors give equal bits; but for sums that round twice."""
     results = {}
     for level, command in _NOT_OPTIMIZED.items():
         if _missing(level, command) is None:

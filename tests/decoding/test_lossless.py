@@ -94,8 +94,7 @@ def test_the_output_follows_the_targets_law(rule: Rule) -> None:
 
 @pytest.mark.parametrize("name", [*WRONG_RULES, "drop-unlikely"])
 def test_wrong_rules_break_the_output_law(name: str) -> None:
-    """By as many seeds as the right rules are tested with, but for noise keyed by position. A right rule cannot help
-    where the drafter shows only those drafts that its model was sure of."""
+    """By as many seeds as the right rules are tested with, but for noise keyed by position."""
     rule = WRONG_RULES.get(name, REJECTION)
     is_by_position = rule is BLOCK_BY_POSITION
     toy = POSITION_TOY if is_by_position else SLIP_TOY
@@ -159,8 +158,7 @@ def _resumed(one: Request, output: tuple[int, ...]) -> Request:
 @pytest.mark.each_execution
 @ALL_RULES
 def test_cut_at_the_end_of_a_round_and_resumed_equals_uncut(pair: tuple[LM, Drafter], rule: Rule) -> None:
-    """Prompt and output so far as the new prompt, the same seed; under ``gumbel`` after every token, with another K and
-    another drafter."""
+    """With the same seed; under ``gumbel`` after every token, with another K and another drafter."""
     target, drafter = pair
     for one in _requests(PROMPTS):
         (uncut,) = run(target, drafter, [one], rule, 3)
@@ -173,7 +171,6 @@ def test_cut_at_the_end_of_a_round_and_resumed_equals_uncut(pair: tuple[LM, Draf
 
 @pytest.mark.each_execution
 def test_a_stream_closed_early_leaves_the_models_usable(pair: tuple[LM, Drafter]) -> None:
-    """The next one is as if the other had never been; one that is left lying about can still be finished."""
     target, drafter = pair
     requests = _requests(PROMPTS)
     expected = run(target, drafter, requests, BLOCK, 4)

@@ -140,8 +140,7 @@ PAIRS: dict[str, Callable[[], Pair]] = {
 
 
 def _sequences(vocab_size: int) -> list[tuple[list[int], list[int]]]:
-    """Six, with prompts of 1 to 9 tokens; two begin with the prompt of another, and continue otherwise: one while that
-    one is being generated in another slot."""
+    """Six; two begin with the prompt of another, one of them while the other is being generated."""
     generator = torch.Generator().manual_seed(3)
 
     def some(number: int) -> list[int]:
@@ -166,8 +165,7 @@ PROMPTS = [(2, 3, 2, 3, 2), (1,), (2, 3) * 5, (1, 0, 2)]
     "name", ["parallel", "short context", "eagle3", "assistant", "dflash2", "hybrid", "translated"]
 )
 def test_the_output_is_that_of_plain_decoding(name: str) -> None:
-    """Greedy, and sampled under ``gumbel`` with all kinds of options; also where rounds are started ahead. Rows join,
-    catch up after rounds of other K and of none, and some drafts are accepted."""
+    """Also where rounds are started ahead. Rows join, and catch up after rounds of other K and of none."""
     target, drafter = PAIRS[name]()
     num_accepted = 0
     for options, k, lookahead in (
@@ -190,7 +188,6 @@ _OPTIONS |= {"repetition_penalty": 1.3, "logit_bias": {1: 0.3}, "stop_token_ids"
 
 @pytest.mark.parametrize("name", ["sure", "parallel", "eagle3", "dflash2", "assistant, centroids"])
 def test_no_captured_step_waits_for_a_value(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fake tensors have none."""
     called, required = cuda_graphs._called, partial(capture, is_required=True)
 
     def fake(inputs: Any, call: Any) -> Any:
@@ -207,7 +204,6 @@ def test_no_captured_step_waits_for_a_value(name: str, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("name", ["greedy", "suffix", "hybrid", "translated", "eagle3"])
 def test_a_round_follows_the_targets_law(name: str) -> None:
-    """By enumeration."""
     texts = [Text([1, 2, 3, 1, 2, 3, 1, 2]), Text([2] * 5)]
     for rule in RULES.values():
         report = check_exactly(*PAIRS[name](), Sampling(temperature=0.8, top_p=0.9), rule, texts)
@@ -234,7 +230,6 @@ def test_drafts_with_recurrences_are_a_function_of_the_sequence(make: Callable[[
 
 
 def _cut_at_unlikely(rows: Rows, k: int, draft: Draft) -> Draft:
-    """Looks at the token that it cuts."""
     assert draft.probs is not None
     is_unlikely = draft.probs.gather(-1, draft.ids[..., None]).squeeze(-1) < 0.1
     first = (is_unlikely.long().cumsum(dim=1) == 0).long().sum(dim=1)
@@ -319,9 +314,7 @@ def test_an_entry_of_another_token_is_detected(monkeypatch: pytest.MonkeyPatch) 
         ("model", DraftCache, "propose", _keeping_rejected_tokens),
     ],
 )
-def test_a_stale_context_is_detected(
-    name: str, session: type, what: str, wrong: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stale_contexts_show(name: str, session: type, what: str, wrong: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """After a prefix hit or another sequence in the slot, after rounds without drafts, or after a rejection."""
     monkeypatch.setattr(session, what, wrong(getattr(session, what)) if wrong else lambda *arguments: None)
     with pytest.raises((AssertionError, KeyError), match="is drafted, not|q is off by|^[0-9]+$"):

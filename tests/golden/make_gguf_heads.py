@@ -125,8 +125,7 @@ def eagle3_logits(target: _Context, head: _Context, layers: list[int]) -> list[l
 
 
 def mtp_logits(file: Path) -> list[list[float]]:
-    """Logits of drafts along ``IDS``. Entries begin with the second token; llama.cpp's own driver puts another before,
-    of the first token and no state."""
+    """Logits of drafts along ``IDS``. llama.cpp's driver puts another entry before, of no state."""
     target = _Context(file)
     head = _Context(file, target, is_mtp=True)
     for one in (target, head):

@@ -1,8 +1,5 @@
-"""Small vocabularies of GGUF files, and a page of hard text: llama.cpp's tokens of it are in vocabularies.json.
-
-Merges cross all bounds of words, so that another splitter gives other tokens. make_llama.py trains them, and
-runs llama.cpp.
-"""
+"""Small vocabularies of GGUF files, and a page of hard text: llama.cpp's tokens of it are in vocabularies.json. Merges,
+which make_llama.py trains, cross all bounds of words, so that another splitter gives other tokens."""
 
 import json
 from pathlib import Path

@@ -92,8 +92,7 @@ def test_the_arm_whose_clock_is_behind_has_the_next_round_and_a_broken_race_leav
 
 
 def test_the_arm_that_goes_first_changes_with_the_case(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that each arm has every place equally often; and all arms of a case have its prompt and seed, which show in
-    equal texts under gumbel. The warm-up is short."""
+    """Each arm has every place equally often; all arms of a case have its prompt and seed. The warm-up is short."""
     decoder = embedded("float64", "gumbel")
     pair = [Arm("plain", decoder.plain()), Arm("speculative", decoder, "fable-draft", 3)]
     cases = [Case(0, PROMPT, 5), Case(1, "8 * 12 = ", 6)]

@@ -1,5 +1,4 @@
-"""GGUF files: the header has values and places of tensors as the package ``gguf`` reads them; the model of every family
-is the one that the file states; damage and what is not known are refused."""
+"""GGUF files: headers are read as the package ``gguf`` does, models are those that files state, damage is refused."""
 
 import json
 import random
@@ -48,8 +47,7 @@ def test_every_family_has_a_case() -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_gguf_equals_the_model_that_was_written(name: str, tmp_path: Path) -> None:
-    """Transformers' logits of the same configuration, and llama.cpp's of the same file; natively, too, if there is a
-    plan."""
+    """Transformers' logits of the configuration, llama.cpp's of the file; natively, too, if there is a plan."""
     case = CASES[name]
     model = random_case(case)
     file = write_case(tmp_path / "tiny.gguf", case, model)
@@ -122,9 +120,7 @@ _HUGE = {f"{key}": 2**24 for key in ("attention__key_length", "attention__value_
         ("llama", {"keys": {"tokenizer.ggml.tokens": [*map(str, range(99))]}}, "has 99 tokens, but embeddings of 48"),
     ],
 )
-def test_a_file_that_would_be_another_model_is_refused(
-    case: str, keys: dict[str, Any], told: str, tmp_path: Path
-) -> None:
+def test_files_of_another_model_are_refused(case: str, keys: dict[str, Any], told: str, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=told) as refused:
         outrider.load(write_case(tmp_path / "tiny.gguf", CASES[case], **keys))
     assert "\n" not in str(refused.value)

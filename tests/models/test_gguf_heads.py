@@ -93,8 +93,7 @@ def test_an_mtp_layer_drafts_what_llama_drafts(name: str, tmp_path: Path) -> Non
 
 
 def test_an_assistant_drafts_what_llama_drafts(tmp_path: Path) -> None:
-    """And the same weights as from the folder. Its window is not reached: llama.cpp's has two tokens fewer than that of
-    Transformers."""
+    """And as from the folder. Its window, in llama.cpp two tokens shorter than in Transformers, is not reached."""
     target, file = write_assistant_pair(tmp_path)
     decoder = outrider.load(target)
     drafter = load_drafter(decoder, file)

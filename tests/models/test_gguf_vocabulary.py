@@ -1,5 +1,4 @@
-"""Tokenizers: of GGUF files, against llama.cpp's tokens of the same vocabularies (golden/vocabularies.py); and of
-folders, where the text goes the way that their own files state."""
+"""Tokenizers of GGUF files, against llama.cpp's tokens (golden/vocabularies.json); and of folders, as they state."""
 
 import json
 from pathlib import Path
@@ -164,9 +163,7 @@ def _ids(tokenizer: Any, text: str) -> list[int]:
         ("llama", "PreTrainedTokenizerFast", "llama-bpe", False),
     ],
 )
-def test_the_splitter_of_the_file_is_used(
-    tmp_path: Path, model_type: str, kind: str | None, splitter: str, differs: bool
-) -> None:
+def test_splitter_of_the_file(tmp_path: Path, model_type: str, kind: str | None, splitter: str, differs: bool) -> None:
     spec = _saved(tmp_path, _backend(splitter), model_type, kind)
     stated, by_class = Tokenizer.from_file(str(tmp_path / "tokenizer.json")), AutoTokenizer.from_pretrained(tmp_path)
     assert any(_ids(by_class, text) != _ids(stated, text) for text in _TEXTS) == differs
@@ -193,8 +190,7 @@ def _by_letters() -> Tokenizer:
 
 @pytest.mark.parametrize("adds", [None, True, False])
 def test_bos_is_as_transformers_reads_it(tmp_path: Path, adds: bool | None) -> None:
-    """Transformers 5 prefers the file's template to the configuration. Llama's class puts a space before the first text
-    alone, and the file after added tokens, too."""
+    """Transformers 5 prefers the file's template. Llama's class puts a space before the first text alone."""
     spec = _saved(tmp_path, _by_letters(), "llama", "LlamaTokenizer", bos_token="<s>", add_bos_token=adds)
     by_class, tokenizer = AutoTokenizer.from_pretrained(tmp_path), load_tokenizer(spec)
     assert tokenizer("a").input_ids == by_class("a").input_ids

@@ -84,8 +84,7 @@ def threads() -> Iterator[Callable[[int], None]]:
 
 @pytest.mark.parametrize(("make", "dtype"), _CASES)
 def test_equal_bits(make: Callable[[], PreTrainedModel], dtype: torch.dtype, threads: Callable[[int], None]) -> None:
-    """Texts in slots of a cache, which move, with forwards of any width and pieces of prompts; a prefix from another
-    slot; tokens that are rejected behind those that stay. Anchors of states follow."""
+    """Texts in slots, which move, with forwards of any width and pieces of prompts; prefixes of other slots."""
     native, rng, generator = native_forward(make()), random.Random(0), torch.Generator().manual_seed(0)
     texts = [torch.randint(1, VOCAB, (length,), generator=generator) for length in _LENGTHS]
     for ids in texts[1:]:

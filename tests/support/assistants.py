@@ -57,13 +57,8 @@ def tiny_gemma4(vocab_size: int = 60, seed: int = 0, **options: Any) -> PreTrain
 def tiny_assistant(
     vocab_size: int = 60, *, num_groups: int = 0, num_chosen: int = 1, num_sliding: int = 2, **options: Any
 ) -> PreTrainedModel:
-    """An assistant whose last layer has full attention.
-
-    Args:
-        num_groups: of an ordered vocabulary; 0 for a usual LM head.
-        num_sliding: layers with sliding attention.
-        options: of its layers.
-    """
+    """An assistant whose last layer has full attention, after ``num_sliding`` others; ``num_groups`` of an ordered
+    vocabulary, or 0 for a usual LM head."""
     types = [*[_KINDS[0]] * num_sliding, _KINDS[1]]
     config = Gemma4AssistantConfig(
         text_config=_config(vocab_size, 16, types, num_kv_shared_layers=len(types), **options),
@@ -80,7 +75,6 @@ def tiny_assistant(
 
 
 def load_assistant(model: PreTrainedModel, target: LM) -> LM:
-    """As it is loaded from files."""
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         head = load_head(ModelSpec(name="assistant", path=Path(folder)), target)

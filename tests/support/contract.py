@@ -52,11 +52,8 @@ def lead(
     constant_ks: Sequence[int | None] | None = None,
     **options: Any,
 ) -> Led:
-    """Lead sequences, each a prompt and its continuation, through the engine.
-
-    Args:
-        drawn: the tokens that drafters draw, in place of the sequences' own; of the same lengths.
-    """
+    """Lead sequences, each a prompt and its continuation, through the engine; ``drawn`` are what drafters draw
+    instead."""
     whole = [[*prompt, *rest] for prompt, rest in sequences]
     longest = max(map(len, whole)) + 2 * _MOST_K
     table, committed = (table_of(rows, longest, target.device) for rows in (whole if drawn is None else drawn, whole))
@@ -103,8 +100,7 @@ def lead(
 
 
 def check_no_look_ahead(target: LM, drafter: Drafter, prompt: Sequence[int], vocab_size: int, k: int) -> None:
-    """Force every draft of k tokens. Whether a token is drafted, and its q, are functions of the tokens before it
-    alone, and it is drawn from that q."""
+    """Force every draft of k tokens: tokens and their q are functions of the tokens before alone."""
     paths = list(product(range(vocab_size), repeat=k))
     led = lead(target, drafter, [(prompt, path) for path in paths], k)
     by_beginning: dict[tuple[int, ...], list[Tensor | None]] = {}
@@ -141,8 +137,7 @@ def check_state(
     *,
     atol: float = 1e-12,
 ) -> None:
-    """Drafts are a function of the sequence. After late joins, prefix hits, moves, rejections, rounds of other K and of
-    none, and beside rows that draft more, they are those of an engine that has just read the whole sequence."""
+    """Drafts are a function of the sequence: those of an engine that has just read the whole sequence."""
     generator = torch.Generator().manual_seed(0)
     drawn = []
     for prompt, rest in sequences:
@@ -154,7 +149,6 @@ def check_state(
 
     @cache
     def fresh(i: int, length: int, own_k: int) -> Led:
-        """After the whole sequence up to there, alone."""
         whole = [*sequences[i][0], *sequences[i][1]]
         return lead(target, drafter, [(whole[:length], whole[length : length + 1])], own_k, drawn=[drawn[i]])
 

@@ -70,8 +70,7 @@ def list_cases(
 def outcomes(
     rule: Rule, name: str, target: Table, draft: Table, num_drafted: Sequence[int], later: Table | None = None
 ) -> list[Outcome]:
-    """All cases through ``rule``, in one batch: those of the thresholds of the rule ``name``. Columns beyond a row's
-    drafted tokens are filled with rubbish. ``later`` is the draft from the second token of a round on."""
+    """All cases through ``rule``: those of the thresholds of the rule ``name``. Padding is rubbish."""
     cases = list_cases(name, target, draft, num_drafted, later)
     k, vocab_size = max(num_drafted), len(target)
     p_rows = [[target[x] for x in _pad((case.last, *case.ids), k + 1)] for case in cases]

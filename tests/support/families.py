@@ -57,8 +57,6 @@ def configuration(model_type: str, fields: Fields) -> Any:
     return AutoConfig.for_model(model_type, **stated)
 
 
-# Ropes
-
 _DEFAULT = {"rope_type": "default", "rope_theta": 500.0}
 _LINEAR = {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0}
 _YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 40}
@@ -88,8 +86,6 @@ def _ropes(full: Fields, sliding: Fields = _LOCAL) -> Fields:
 def _layers(*kinds: str) -> Fields:
     return {"layer_types": [f"{kind}_attention" for kind in kinds]}
 
-
-# Parts of rows
 
 _RMS, _HEAD_DIM, _TIED, _UNTIED = (
     *({"rms_norm_eps": 3e-3}, {"head_dim": 12}),

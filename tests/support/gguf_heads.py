@@ -68,11 +68,7 @@ def write_pair(name: str, folder: Path) -> tuple[Path, Path, dict[str, Any]]:
 
 
 def write_assistant_pair(folder: Path, *, window: int = 64, **keys: Any) -> tuple[Path, Path]:
-    """Write a Gemma 4 and an assistant for it, also as a folder beside it.
-
-    Args:
-        keys: keys of the architecture that replace those of the assistant, dots as ``__``.
-    """
+    """Write a Gemma 4 and an assistant for it, also as a folder beside it. Dots of ``keys`` are ``__``."""
     case, model = _OF_ASSISTANT, random_case(_OF_ASSISTANT)
     fields = case.fields | {
         "hidden_size": 40,
@@ -125,13 +121,8 @@ def write_gguf_head(
     form: str | None = None,
     added: dict[str, Any] | None = None,
 ) -> tuple[Path, dict[str, Any]]:
-    """Write the head of a folder. Returns the file, and the keys of its architecture.
-
-    Args:
-        keys: keys of the architecture that replace or follow those of the head; None to leave a key out.
-        form: name of the matrices' form of blocks; None for float32.
-        added: further tensors.
-    """
+    """Write the head of a folder: the file, and the keys of its architecture. ``keys`` replace or follow (None: left
+    out), ``form`` names the matrices' blocks (None: float32), ``added`` are further tensors."""
     stated, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
     own = stated.get("transformer_layer_config") or stated
     is_eagle3 = "layers.0.hidden_norm.weight" in tensors
@@ -212,7 +203,6 @@ def _block_keys(stated: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
 
 
 def _name(name: str) -> str:
-    """Name of a tensor in the file."""
     module, _, kind = name.rpartition(".") if name.endswith((".weight", ".bias")) else (name, "", "")
     if module.startswith("layers."):
         _, layer, part = module.split(".", 2)

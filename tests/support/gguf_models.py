@@ -57,8 +57,7 @@ def random_case(case: Case) -> PreTrainedModel:
 def write_case(
     file: Path, case: Case, model: PreTrainedModel | None = None, *, keys: dict[str, Any] | None = None, **more: Any
 ) -> Path:
-    """Write the GGUF file of a case, with whole keys of the file, and more of the architecture, dots as ``__``, which
-    replace or follow those of the case."""
+    """Write the GGUF file of a case, with ``keys`` of the file, and more of the architecture, dots as ``__``."""
     model = random_case(case) if model is None else model
     config, architecture = model.config.get_text_config(), case.architecture
     writer = gguf.GGUFWriter(file, architecture)
@@ -226,8 +225,6 @@ def _factors(config: Any) -> Any | None:
     frequencies, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
     return (usual / frequencies.numpy()).astype(np.float32)
 
-
-# Weights
 
 _PERMUTED = "llama mistral ministral3 smollm3 granite granitemoeshared granitemoehybrid".split()
 _MAMBA = "granitemoehybrid falcon_h1 nemotron_h".split()

@@ -1,5 +1,4 @@
-"""Tiny multimodal models with random weights: a text model, a vision tower, and what joins them. Weights are large, so
-that the text depends on the image and logits are far apart."""
+"""Tiny multimodal models with random weights, so large that the text depends on the image."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -88,7 +87,6 @@ KINDS = ("llava", "qwen2_5_vl", "qwen3_vl", "gemma3")
 
 
 def multimodal(name: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> Any:
-    """A model of a kind."""
     generator = torch.Generator().manual_seed(seed)
     with torch.random.fork_rng():
         model = tf.AutoModelForImageTextToText.from_config(_config(name))

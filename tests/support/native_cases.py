@@ -1,7 +1,4 @@
-"""Tiny random models of the families that the native engine knows (families.py).
-
-Sizes are no multiples of a vector's, and differ from one another, so that a mistaken one shows.
-"""
+"""Tiny random models of the native families (families.py). Sizes differ, and are no multiples of a vector's."""
 
 from typing import Any
 
