@@ -1,8 +1,5 @@
-"""Samples from servers: the APIs of several, as they answer, and what goes wrong.
-
-The answers are those of the servers themselves, cut to the fields that matter: llama.cpp's of xllamacpp 2026.10.11549,
-llama-cpp-python 0.3.36, Transformers 5.24; vLLM's follows its vllm/entrypoints/openai/completion/protocol.py.
-"""
+"""Samples from servers, as they answer, cut to the fields that matter: llama.cpp's of xllamacpp 2026.10.11549,
+llama-cpp-python 0.3.36, Transformers 5.24; vLLM's follows its vllm/entrypoints/openai/completion/protocol.py."""
 
 import json
 import time

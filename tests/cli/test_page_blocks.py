@@ -1,9 +1,6 @@
-"""The blocks of code of all pages are run (with ``-m slow``), or at least parsed.
-
-Those after a comment, which readers do not see, ``<!-- not run: REASON -->`` are only parsed. Commands of ``outrider``
-run in this process; curl and clients get a real server. A block of ``text`` right after one that is run shows its
-output: every line of it was written, in this order. Numbers stand for any number.
-"""
+"""The blocks of code of all pages are run (with ``-m slow``), or at least parsed, as those after a comment, which
+readers do not see, ``<!-- not run: REASON -->``. Commands of ``outrider`` run in this process; curl and clients get a
+real server. A block of ``text`` after one that is run shows lines of its output, in order, with any numbers."""
 
 import ast
 import json

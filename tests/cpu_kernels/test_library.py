@@ -27,7 +27,6 @@ def _fail(*_: object) -> None:
 
 @pytest.fixture(scope="module")
 def compiled() -> bytes:
-    """The library that the other tests use, installed or compiled at their beginning."""
     path = installed_path(levels_here()[0])
     if not path.is_file():
         kept = max(cache_folder("kernels").iterdir(), key=lambda path: path.stat().st_mtime_ns)

@@ -28,7 +28,6 @@ _EPSILON = 2.0**-24  # of float32, rounding to nearest
 
 
 def _matrix(name: str, number: int, num_blocks: int, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Bytes of blocks, and what they mean."""
     if name in _OF_GGUF:
         blocks = block_bytes((number, num_blocks * _BY_NAME[name].num_numbers), name, seed)
         return torch.from_numpy(blocks), torch.from_numpy(numbers_of(blocks, name))
@@ -48,7 +47,6 @@ def _numbers(number: int, width: int, dtype: torch.dtype, seed: int = 0) -> Tens
 
 
 def _weight(name: str, number: int, width: int, seed: int = 0) -> tuple[NarrowWeight, Tensor]:
-    """A weight of about this width, and what its numbers mean."""
     if name in _BY_NAME:
         stored, wide = _matrix(name, number, width, seed)
         return NarrowWeight.of_blocks(stored, _BY_NAME[name]), wide

@@ -184,8 +184,7 @@ def _bad_after(token_id: int, value: float, table_seed: int = 1) -> Tensor:
 @ALL_RULES
 def test_bad_logits_of_the_target_are_an_error_that_tells_where(rule: Rule) -> None:
     """Named: the model, the position that the logits were for, the prompt. For plain decoding that is the position
-    after the first 4 in any of the texts; with drafts, from 0 the chain goes 2, 1, 4, and all three are drafted. What
-    comes after 4 is for position 4; the draft is asked for it only if it drafts one more."""
+    after the first 4; with drafts the chain goes 2, 1, 4, all drafted, and what comes after 4 is for position 4."""
     target, good = table_lm(_bad_after(4, torch.inf), name="the big one"), table_lm(random_table(6, 1), name="small")
     requests = [request((1, 2), seed=seed, max_new_tokens=40) for seed in (0, 1)]
     ends = [2 + text.index(4) + 1 for text in tokens(good, NO_DRAFTER, requests, rule, 0)]

@@ -159,7 +159,6 @@ def _too_large(*_: object, **__: object) -> Any:
 
 
 def _run(engine: Engine) -> tuple[dict[int, RowRound], dict[int, tuple[int, ...]]]:
-    """The last round and the text of each row, when all have ended."""
     last, texts = dict[int, RowRound](), dict[int, tuple[int, ...]]()
     while (round_ := engine.step()) is not None:
         for row in round_.rows:

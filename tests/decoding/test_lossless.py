@@ -1,11 +1,7 @@
-"""Lossless, by the loop as it is: a thousand seeds, and a chi-square test of what they said against the exact law.
-
-The law is the target's alone, by Hugging Face's processors (reference.py); what the draft does must not show. Rules are
-enumerated in tests/sampling, and what every drafter draws in tests/drafters/test_contract.py; this sees the loop that
-joins them. The same test finds out every wrong rule of outrider.certify.controls. (By the non-central chi-square law of
-what 2,000 seeds showed, 1,000 miss one of them with a probability of 1e-5 at most. Noise keyed by position alone shows
-with p = 5e-5 in 2,000 seeds, 8e-19 in 4,000: its toy is tested with so many.)
-"""
+"""Lossless, by the loop as it is: a thousand seeds, and a chi-square test of what they said against the exact law, that
+of the target alone (reference.py). Every wrong rule of outrider.certify.controls is found. (By the non-central
+chi-square law of what 2,000 seeds showed, 1,000 miss one of them with a probability of 1e-5 at most. Noise keyed by
+position alone shows with p = 5e-5 in 2,000 seeds, 8e-19 in 4,000: its toy is tested with so many.)"""
 
 import dataclasses
 import itertools
@@ -122,7 +118,6 @@ OPTIONS = [
 
 @pytest.fixture(scope="module")
 def pair(_execution: None) -> tuple[LM, Drafter]:
-    """A target and a draft that agrees with it now and then, in float64."""
     return llama_pair()
 
 

@@ -84,7 +84,6 @@ class World:
         return AdaptiveSchedule(Estimates(KS, self.share))
 
     def rate(self, schedule: Schedule, seed: int, begin: int, end: int) -> float:
-        """Tokens per second from the begin-th to the end-th token."""
         done, num_tokens, seconds = 0, 0, 0.0
         for _, num, round_s in self.rounds(schedule, seed):
             if done >= begin:
@@ -95,7 +94,6 @@ class World:
         raise AssertionError
 
     def ratio(self, begin: int, end: int, num_runs: int) -> float:
-        """Mean rate over that of the best constant K, in the same tokens."""
 
         def mean(make: Callable[[], Schedule]) -> float:
             return fmean(self.rate(make(), seed, begin, end) for seed in range(num_runs))

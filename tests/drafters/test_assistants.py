@@ -1,5 +1,4 @@
-"""Gemma 4 assistants beside Transformers' own assisted generation, which drafts once after its prefill, where its
-generator sees committed tokens alone: each prompt gives the drafts of one place. (Contract: test_contract.py.)"""
+"""Gemma 4 assistants beside Transformers' own assisted generation, where each prompt gives one place's drafts."""
 
 from functools import partialmethod
 from typing import Any

@@ -32,7 +32,6 @@ Step = tuple[int, int, int, int]  # token, how often it followed, how often any 
 
 
 def _places_after(text: Sequence[int], part: Sequence[int]) -> list[int]:
-    """Where a part of a text ends."""
     return [i + len(part) for i in range(len(text) - len(part) + 1) if list(text[i : i + len(part)]) == list(part)]
 
 

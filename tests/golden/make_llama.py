@@ -84,7 +84,6 @@ def _write_real() -> None:
 
 
 def _trained(is_raw: bool) -> list[str]:
-    """Merges."""
     tokenizer = Tokenizer(models.BPE())
     if is_raw:
         tokenizer.normalizer = normalizers.Replace(" ", "▁")

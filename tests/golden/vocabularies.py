@@ -50,7 +50,6 @@ def lessons() -> list[str]:
 
 
 def stated() -> dict[str, Any]:
-    """Merges, and llama.cpp's tokens of the page by case."""
     document: dict[str, Any] = json.loads(FILE.read_text(encoding="utf-8"))
     return document
 

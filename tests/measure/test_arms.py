@@ -115,7 +115,6 @@ def test_the_arm_that_goes_first_changes_with_the_case(monkeypatch: pytest.Monke
 
 
 def _measurement(arm: Arm, index: int, prefill_s: float, decode_s: float) -> Measurement:
-    """Ten tokens."""
     timing = Timing(prefill_s, decode_s / 2, decode_s / 4, prefill_s + decode_s)
     counts = Stats(10, *(((0, 0, 5), (0, 0, 0, 5)) if arm.draft else ((10,), (10,))))
     return Measurement(arm, Case(index, "prompt", index), counts, timing, "text", (7,) * 10)

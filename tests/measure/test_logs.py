@@ -24,7 +24,6 @@ V = 50
 
 
 def _row(index: int = 0, **changes: Any) -> dict[str, Any]:
-    """A line with all that a log needs."""
     model = {"name": "target", "vocab_size": V, "context_len": 64, "eos_ids": [5], "tokenizer": "abc"}
     settings = {"dtype": "auto", "draft": "none", "temperature": 0.5, "max_new_tokens": 3, "probs": True}
     row = {

@@ -160,9 +160,8 @@ _HISTOGRAMS = ("acceptance_histogram", "drafted_histogram", "full_histogram")
     ],
 )
 def test_expectations_are_exact(law: str, of_rounds: str, draft: Tensor, later: Tensor | None, has_probs: bool) -> None:
-    """For each text that can be written, against all ways in which the law may have written it. Of a draft with one
-    table, or with another one from the second token of a round on, where the log needs no p; equal samples need none
-    either. Whatever the law, a certain draft stands if it is what the target samples."""
+    """Given a text, against all ways in which the law may have written it; of a draft with one table, or with another
+    one from the second token of a round on. A certain draft stands if it is what the target samples."""
     num_tokens, k = 4, 2
     p, q, later_q = (None if table is None else table.softmax(-1).tolist() for table in (TARGET, draft, later))
     target, is_greedy = table_lm(TARGET), draft is BEST

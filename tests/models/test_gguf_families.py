@@ -67,7 +67,6 @@ def test_gguf_equals_the_model_that_was_written(name: str, tmp_path: Path) -> No
 
 
 def _bound(case: Case) -> float:
-    """The most by which logits differ from llama.cpp's, over their spread."""
     return _ROUNDED if case.has_mxfp4 else 1e-2 if case.architecture.startswith(_GELU) else 1e-4
 
 

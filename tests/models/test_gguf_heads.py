@@ -45,7 +45,6 @@ def _q(target: LM, head: LM | Drafter, tokens: Sequence[int]) -> Tensor:
 
 
 def _golden(name: str, module: Any = None) -> tuple[list[int], Tensor]:
-    """Tokens, and q along them."""
     rows = torch.tensor(_GOLDEN[name])
     if (selector := getattr(module, "candidate_selector", None)) is None:
         rows = rows[getattr(module, "num_before", 0) :]

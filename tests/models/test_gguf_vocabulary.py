@@ -124,7 +124,6 @@ _TEXTS = ("Steps:\n\n1.", "2023 a  1", "a<tool>b <tool> c", *(text for text in g
 
 
 def _backend(splitter: str) -> Tokenizer:
-    """A byte-level BPE whose merges cross the bounds of words."""
     tokenizer = Tokenizer(BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -139,7 +138,6 @@ def _backend(splitter: str) -> Tokenizer:
 
 
 def _saved(folder: Path, backend: Tokenizer, model_type: str, kind: str | None, **config: Any) -> ModelSpec:
-    """A folder of a tokenizer, whose class is another one."""
     PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|endoftext|>").save_pretrained(folder)
     file = folder / "tokenizer_config.json"
     document = {**json.loads(file.read_text()), "tokenizer_class": kind, "chat_template": "{{ messages }}", **config}

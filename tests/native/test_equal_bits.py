@@ -1,11 +1,6 @@
-"""The result of a token depends on the tokens before it alone, to the bit. So a text is the same bytes with and without
-a draft, alone and among others.
-
-In test_equal_bits differ: tokens in a forward, pieces of a prompt, parts of the softmax, windows; other rows, their
-texts and padding; slots, prefixes of other slots; rejected tokens and anchors of states; threads; form and arithmetic
-of weights, type of the cache. Joins, leaves and drafts differ in tests/decoding/test_joining.py; rows of a product in
-tests/cpu_kernels.
-"""
+"""The result of a token depends on the tokens before it alone, to the bit: a text is the same bytes with and without a
+draft, alone and among others. (Joins, leaves and drafts: tests/decoding/test_joining.py; rows of a product:
+tests/cpu_kernels.)"""
 
 import random
 from collections.abc import Callable, Iterator

@@ -40,7 +40,6 @@ NUM_MORE = 6  # tokens of the round that follows
 
 
 def error(got: Tensor, want: Tensor) -> float:
-    """Largest difference, relative to the spread of the numbers."""
     return float((got - want).abs().max() / want.std())
 
 

@@ -78,7 +78,6 @@ def _model(name: str, seed: int = 3) -> tf.PreTrainedModel:
 
 
 def _distance(lm: LM, num_tokens: int = 40) -> float:
-    """How far logits of ragged blocks are from one full forward."""
     ids = torch.randint(V, (3, num_tokens), generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
         full: Tensor = lm.model(ids).logits
@@ -110,7 +109,6 @@ def test_ragged_blocks_equal_one_full_forward(name: str) -> None:
 
 
 def _large() -> nn.Module:
-    """Model larger than a page, with two layers that share a weight."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(1024, 768), nn.Linear(768, 768), nn.BatchNorm1d(768), nn.Linear(768, 1024))
     model[3].weight = model[0].weight

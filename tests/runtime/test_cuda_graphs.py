@@ -106,7 +106,6 @@ def _with_rounding(program: Any, call: Any) -> None:
 
 
 def _spoil(patch: pytest.MonkeyPatch, change: Callable[[Any, Any], None]) -> None:
-    """Let a device capture wrongly."""
     called = cuda_graphs._called
 
     def wrong(inputs: list[Tensor], call: Any) -> Any:

@@ -143,7 +143,6 @@ SIDES = [  # options of the target and of the draft
 
 
 def _table(seed: int, sampling: Sampling, scale: float = 1.2) -> Table:
-    """Probabilities that float32 holds, and that sum to 1."""
     settings = Settings.of([sampling] * 3, 3, torch.device("cpu"))
     rows = to_probs(random_table(3, seed, scale)[:, None], settings)[:, 0]
     rows = (rows * 2**20).round() / 2**20

@@ -96,6 +96,5 @@ def frozen_tensors(shapes: dict[str, tuple[int, ...]], seed: int, scale: float) 
 
 
 def add_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
-    """Add tensors to a checkpoint of one file."""
     path = folder / "model.safetensors"
     save_file({**load_file(path), **tensors}, path, metadata={"format": "pt"})

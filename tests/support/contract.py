@@ -1,9 +1,6 @@
-"""The contract of drafters, checked by leading given sequences through the real engine.
-
-A forcing rule (outrider.measure.along) draws given tokens, some of them wrong here, and commits those of a given
-sequence, as many as were drafted right. So the engine shows the draft and the q of a drafter at any place of any
-sequence, after rounds of every kind.
-"""
+"""The contract of drafters: a forcing rule (outrider.measure.along) draws given tokens, some of them wrong, and commits
+those of a given sequence, as many as were drafted right. So the real engine shows the draft and the q of a drafter at
+any place of any sequence, after rounds of every kind."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -29,13 +26,8 @@ _MOST_K = 8
 
 @dataclass
 class Led:
-    """Drafts along given sequences.
-
-    Attributes:
-        drafts: by sequence and length at which the round began: K, the drafted tokens, and q [K, V] unless it is
-            one-hot.
-        drawn: q as given to the rule, likewise.
-    """
+    """Drafts by sequence and length at which the round began: K, tokens, and q [K, V] unless one-hot; and q as drawn
+    from."""
 
     drafts: dict[tuple[int, int], tuple[int, list[int], Tensor | None]] = field(default_factory=dict)
     drawn: dict[tuple[int, int], list[Tensor]] = field(default_factory=dict)
@@ -52,8 +44,7 @@ def lead(
     constant_ks: Sequence[int | None] | None = None,
     **options: Any,
 ) -> Led:
-    """Lead sequences, each a prompt and its continuation, through the engine; ``drawn`` are what drafters draw
-    instead."""
+    """Lead sequences, each a prompt and its continuation, through the engine; drafters draw ``drawn`` instead."""
     whole = [[*prompt, *rest] for prompt, rest in sequences]
     longest = max(map(len, whole)) + 2 * _MOST_K
     table, committed = (table_of(rows, longest, target.device) for rows in (whole if drawn is None else drawn, whole))

@@ -46,7 +46,6 @@ def _check(value: Any, like: Sequence[Any], place: str) -> None:
 
 
 def _kind(value: Any) -> str:
-    """JSON type of a value."""
     return {bool: "boolean", int: "number", float: "number"}.get(type(value), type(value).__name__)
 
 

@@ -1,8 +1,6 @@
-"""The table of families: small configurations of Transformers, in every variation that a reader or an engine knows.
-
-From a row of FILES are made: the model, its GGUF file and llama.cpp's golden logits (gguf_models.py); and the native
-plan (native_cases.py). VARIATIONS are for native plans alone. Fields have unusual values, so that a mistaken one shows.
-"""
+"""The table of families: small configurations of Transformers, with unusual values, so that a mistaken one shows. From
+a row of FILES are made the model, its GGUF file and llama.cpp's golden logits (gguf_models.py), and the native plan
+(native_cases.py). VARIATIONS are for native plans alone."""
 
 import copy
 from dataclasses import dataclass, field
@@ -28,8 +26,6 @@ SIZES: Fields = {
 
 @dataclass(frozen=True)
 class Case:
-    """A model with a GGUF file."""
-
     model_type: str  # Transformers' name
     architecture: str  # llama.cpp's name
     fields: Fields  # of the configuration

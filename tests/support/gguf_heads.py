@@ -1,9 +1,6 @@
 """Heads in GGUF files, written from their checkpoints in other layouts (heads.py, block_heads.py) as llama.cpp's
-converters write them; nothing of the reader is used.
-
-Layouts: conversion/llama.py (EAGLE-3), qwen.py (DFlash, DFlash 2) and gemma.py (``Gemma4AssistantModel``),
-gguf-py/gguf/constants.py, in the build of llama-cpp-python 0.3.36.
-"""
+converters write them: conversion/llama.py (EAGLE-3), qwen.py (DFlash, DFlash 2) and gemma.py
+(``Gemma4AssistantModel``), gguf-py/gguf/constants.py, in the build of llama-cpp-python 0.3.36."""
 
 import json
 from dataclasses import replace

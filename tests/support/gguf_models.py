@@ -1,8 +1,5 @@
-"""Tiny random models of families.py, written to GGUF files as llama.cpp's converters write them.
-
-Keys, names and layouts are those of its conversion/*.py and gguf-py, in the build of llama-cpp-python 0.3.36; nothing
-of the reader is used.
-"""
+"""Tiny random models of families.py, written to GGUF files as llama.cpp's converters (conversion/*.py and gguf-py of
+llama-cpp-python 0.3.36) write them; nothing of the reader is used."""
 
 import copy
 import re

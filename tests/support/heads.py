@@ -109,7 +109,6 @@ def layer_shapes(
 
 
 def stated_layers(model_type: str, config: Any, num_layers: int, **more: Any) -> dict[str, Any]:
-    """Configuration of such layers."""
     same = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
     same += ("max_position_embeddings", "rms_norm_eps")
     own = {"model_type": model_type, "num_hidden_layers": num_layers, **{name: getattr(config, name) for name in same}}

@@ -57,7 +57,6 @@ def random_model(family: str, fields: Fields, seed: int = 0, **sizes: Any) -> Pr
 
 
 def native_forward(model: Any) -> NativeForward:
-    """Forward of a model of Transformers, or of a planned one."""
     return NativeForward(model, model.plan if isinstance(model, PlannedModel) else plan_of(model.config))
 
 
@@ -68,7 +67,6 @@ def native_lm(model: PreTrainedModel, name: str = "target") -> LM:
 
 
 def drawn(*shape: int, seed: int = 0) -> Tensor:
-    """Tokens but 0."""
     return torch.randint(1, VOCAB, shape, generator=torch.Generator().manual_seed(seed))
 
 

@@ -1,7 +1,5 @@
-"""Slow twins: the same mathematics in plain Python, written to be obviously right rather than fast.
-
-Rows of probabilities are lists of floats here, p has one row more than q, and a text is a tuple of token ids.
-"""
+"""Slow twins: the same mathematics in plain Python, written to be obviously right. Rows of probabilities are lists of
+floats, p has one row more than q, and a text is a tuple of token ids."""
 
 import itertools
 import math
@@ -184,5 +182,4 @@ def rounds_law(round_law: Callable[[tuple[int, ...]], Law], num_tokens: int) -> 
 
 
 def law_distance(a: Law, b: Law) -> float:
-    """The largest difference of two probabilities."""
     return max(abs(a.get(text, 0.0) - b.get(text, 0.0)) for text in a.keys() | b.keys())

@@ -91,7 +91,6 @@ def tiny_llama(
 
 
 def random_model(model_class: type, config: object, seed: int) -> PreTrainedModel:
-    """A model with random weights in float64."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return model_class(config).to(torch.float64).eval().requires_grad_(False)

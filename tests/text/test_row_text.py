@@ -48,7 +48,6 @@ def ends_at(text: str, stop: Sequence[str]) -> int | None:
 
 
 def held_back(text: str, stop: Sequence[str]) -> int:
-    """Length of the longest end of a text that may still become a stop string."""
     beginnings = {""} | {string[:n] for string in stop for n in range(len(string))}
     return max(n for n in range(len(text) + 1) if text[len(text) - n :] in beginnings)
 
