@@ -27,14 +27,7 @@ from outrider.errors import OptionError, PromptError, UnsupportedModel
 from outrider.models.registry import Placement
 from outrider.options import DEFAULT_ACCEPTANCE, DEFAULT_NUM_DRAFT_TOKENS, NumDraftTokens
 from outrider.requests.engine_loop import RequestState
-from outrider.requests.logits_processors import (
-    Criteria,
-    ProcessedRow,
-    Processor,
-    as_options,
-    process,
-    processors_of_row,
-)
+from outrider.requests.logits_processors import Criteria, ProcessedRow, as_options, of_row, process
 from outrider.runtime.modules import CACHE_NAMES
 
 _MODES = ("greedy_search", "sample")
@@ -267,7 +260,7 @@ class _Rows:
     def __init__(self, input_ids: Tensor, processors: Any, criteria: Any, config: Any, streamer: Any | None) -> None:
         self.device = input_ids.device
         self.prompts: list[list[int]] = input_ids.tolist()
-        self.processors: list[list[Processor]] = [processors_of_row(processors, i) for i in range(len(input_ids))]
+        self.processors = [[of_row(one, i) for one in processors] for i in range(len(input_ids))]
         self.criteria = Criteria(criteria, len(input_ids))
         self._streamer, self._config = streamer, config
         most = criteria.max_length or config.max_length

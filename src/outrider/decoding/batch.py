@@ -38,38 +38,23 @@ def final_room(target: LM, request: Request, max_k: int) -> int:
 
 @dataclass(slots=True, eq=False)
 class Row:
-    """The host's state of one request, from its submission to its end. Never reused for another.
+    """The host's state of one request, from its submission to its end. Never reused for another."""
 
-    Attributes:
-        index: the index of the row's request.
-        token_ids: prompt and output, as far as the host has read them.
-        limit: the length at which the row ends.
-        room: the length that the row's rounds may reach; more than the limit where drafts are not shortened for it.
-        client, priority: see ``FairQueue``. Rows of different clients share only prefixes that are common.
-        slot: the row's slot; -1 while the row waits.
-        submitted_s, queued_s: when the row was submitted, and how long it waited for the slot.
-        num_cached: prompt tokens found in the slot's cache.
-        num_filled: prompt tokens in the target's cache.
-        awaited: the row in prefill whose prefix this row waits for.
-        is_done: whether the row has ended, or was cancelled.
-        is_spoilt: whether the row's slot holds NaN or infinite values.
-    """
-
-    index: int
+    index: int  # the index of the row's request
     request: Request
-    limit: int
-    room: int
-    client: str = ""
+    limit: int  # the length at which the row ends
+    room: int  # the length that the row's rounds may reach: above the limit where drafts are not shortened for it
+    client: str = ""  # see ``FairQueue``. Rows of different clients share only prefixes that are common.
     priority: int = 0
-    slot: int = -1
-    submitted_s: float = 0.0
-    queued_s: float = 0.0
-    num_cached: int = 0
-    num_filled: int = 0
-    awaited: Row | None = None
-    is_done: bool = False
-    is_spoilt: bool = False
-    token_ids: list[int] = field(init=False)
+    slot: int = -1  # the row's slot; -1 while the row waits
+    submitted_s: float = 0.0  # when the row was submitted
+    queued_s: float = 0.0  # how long the row waited for the slot
+    num_cached: int = 0  # prompt tokens found in the slot's cache
+    num_filled: int = 0  # prompt tokens in the target's cache
+    awaited: Row | None = None  # the row in prefill whose prefix this row waits for
+    is_done: bool = False  # whether the row has ended, or was cancelled
+    is_spoilt: bool = False  # whether the row's slot holds NaN or infinite values
+    token_ids: list[int] = field(init=False)  # prompt and output, as far as the host has read them
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.request.prompt_ids)
@@ -82,11 +67,6 @@ class Row:
     @property
     def prompt_length(self) -> int:
         return len(self.request.prompt_ids)
-
-    @property
-    def draft_end(self) -> int:
-        """The most tokens, drafted ones included. A round commits one more than it drafts."""
-        return self.room - 1
 
     @property
     def num_missing(self) -> int:
@@ -106,36 +86,25 @@ class Row:
     def most_drafted(self, k: int) -> int:
         """The most tokens that the row drafts in a round, if the schedule chose k."""
         constant_k = self.request.num_draft_tokens
-        return max(0, min(k if constant_k is None else constant_k, self.draft_end - self.length))
+        return max(0, min(k if constant_k is None else constant_k, self.room - 1 - self.length))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotRows(Rows):
     """The rows of a round: what a drafter sees, and what the loop knows beside. Tensors that the batch has as well are
-    views.
+    views."""
 
-    Attributes:
-        active: the active row of each slot, or None.
-        limits, draft_ends, seeds: see ``Batch``. [B]
-        constant_k: each row's own K, -1 where the schedule chooses; None if the schedule chooses for all rows. [B]
-        most_constant_k: the largest K that a row has of its own; None if the schedule chooses for all rows.
-        is_adaptive: whether the schedule chooses for a row.
-        constraints: the constraint of each row; None if no row has one.
-        reports_drafts, reports_logits: whether a row asks for drafts, or for logits.
-        num_logprobs: the most log-probabilities that a row asks for; None if no row asks for any.
-    """
-
-    active: Sequence[Row | None]
-    limits: Tensor
+    active: Sequence[Row | None]  # the active row of each slot, or None
+    limits: Tensor  # as in ``Batch``, like the next two. [B]
     draft_ends: Tensor
     seeds: Tensor
-    constant_k: Tensor | None
-    most_constant_k: int | None
-    is_adaptive: bool
-    constraints: Sequence[Constraint | None] | None
-    reports_drafts: bool
-    reports_logits: bool
-    num_logprobs: int | None
+    constant_k: Tensor | None  # each row's own K, -1 where the schedule chooses; None if it chooses for all rows. [B]
+    most_constant_k: int | None  # the largest K that a row has of its own; None if the schedule chooses for all rows
+    is_adaptive: bool  # whether the schedule chooses for a row
+    constraints: Sequence[Constraint | None] | None  # the constraint of each row; None if no row has one
+    reports_drafts: bool  # whether a row asks for drafts
+    reports_logits: bool  # whether a row asks for logits
+    num_logprobs: int | None  # the most log-probabilities that a row asks for; None if no row asks for any
 
     def most_k(self, chosen_k: int) -> int:
         """The largest K of a row, if the schedule chose ``chosen_k``."""
@@ -172,11 +141,7 @@ class Batch:
         device: torch.device,
         candidates: CandidateBuffers | None = None,
     ) -> None:
-        """
-        Args:
-            capacity: most tokens in a row; the buffer has room for ``max_k`` drafted ones beyond the last.
-            candidates: see ``Settings``.
-        """
+        """A row has at most ``capacity`` tokens, and room for ``max_k`` drafted ones beyond the last."""
         self.rows: list[Row | None] = [None] * num_slots
         self.ids = torch.zeros(num_slots, capacity + max_k + 1, dtype=torch.long, device=device)
         self.lengths = torch.ones(num_slots, dtype=torch.long, device=device)
@@ -209,7 +174,7 @@ class Batch:
     def start(self, row: Row) -> None:
         slot, sampling, constant_k = row.slot, row.request.sampling, row.request.num_draft_tokens
         self.rows[slot] = row
-        self.limits[slot], self.draft_ends[slot] = row.limit, row.draft_end
+        self.limits[slot], self.draft_ends[slot] = row.limit, row.room - 1  # a round commits one more than it drafts
         self.last_ids[slot, 0] = row.token_ids[-2] if row.length > 1 else 0
         self.last_ids[slot, 1] = row.token_ids[-1]
         self._constant_k[slot] = -1 if constant_k is None else constant_k
@@ -234,24 +199,19 @@ class Batch:
         self.release(source)
 
     def view(self, num_rows: int, chosen_k: int, most_unread: int) -> SlotRows:
-        """The first slots, as a round takes them.
-
-        Args:
-            chosen_k: the most tokens to draft in rows without a constant K of their own.
-            most_unread: the most tokens that unread rounds commit in a row.
-        """
+        """The first slots, as a round takes them that drafts at most ``chosen_k`` tokens in rows without a constant K,
+        where unread rounds commit at most ``most_unread`` tokens in a row."""
         if num_rows not in self._first:
             self._first[num_rows] = self._first_slots(num_rows)
         first = self._first[num_rows]
         k = chosen_k if first.constant_k is None else torch.where(first.constant_k < 0, chosen_k, first.constant_k)
+        constraints = first.constraints
         return replace(
             first,
             num_wanted=(first.draft_ends - first.lengths).clamp_min_(0).clamp_max_(k),
             most_wanted=[0 if row is None else row.most_drafted(chosen_k) for row in first.active],
             longest=max(row.longest(most_unread) for row in self.running),
-            masks=None
-            if first.constraints is None
-            else Masks(first.constraints, self._vocab_size, first.lengths.device),
+            masks=None if constraints is None else Masks(constraints, self._vocab_size, first.lengths.device),
         )
 
     def _first_slots(self, num_rows: int) -> SlotRows:

@@ -15,7 +15,6 @@ import logging
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 
@@ -61,8 +60,9 @@ def decode(
     schedule = ConstantSchedule(num_draft_tokens) if isinstance(num_draft_tokens, int) else num_draft_tokens
     num_slots = min(num_slots or len(requests), len(requests))
     capacity = max(final_room(target, request, schedule.max_k) for request in requests)
-    sizes: Any = {"num_slots": num_slots, "capacity": capacity, "prefill_chunk": None}
-    engine = Engine(target, drafter, rule, schedule=schedule, **sizes)
+    engine = Engine(
+        target, drafter, rule, num_slots=num_slots, capacity=capacity, schedule=schedule, prefill_chunk=None
+    )
     for request in requests:
         engine.submit(request)
     while (round_ := engine.step()) is not None:
@@ -139,12 +139,8 @@ class Engine:
         return self._scheduler.waiting
 
     def step(self) -> Round | None:
-        """Let rows leave and join, feed a chunk of prompts, and run one round.
-
-        Returns:
-            The round, without rows whose prefill is incomplete, and so perhaps without rows; None when all requests
-            have ended.
-        """
+        """Let rows leave and join, feed a chunk of prompts, and run one round. Returns the round, without rows whose
+        prefill is incomplete, and so perhaps without rows; None when all requests have ended."""
         with self._inference_mode:
             return self._step()
 

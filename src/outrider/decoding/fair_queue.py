@@ -17,11 +17,8 @@ NO_COUNTS: Counter[str] = Counter()
 
 class FairQueue(Generic[_Item]):
     """Clients take turns; within a client the lowest priority number goes first, then the oldest item. With one client
-    and one priority: first come, first served.
-
-    Args:
-        has_priority_across_clients: the lowest number of all clients goes first; clients take turns on ties.
-    """
+    and one priority: first come, first served. With ``has_priority_across_clients`` the lowest number of all clients
+    goes first; clients take turns on ties."""
 
     def __init__(self, *, has_priority_across_clients: bool = False) -> None:
         self.has_priority_across_clients = has_priority_across_clients
@@ -53,12 +50,8 @@ class FairQueue(Generic[_Item]):
         return None if client is None else self._lines[client][0][2]
 
     def pop(self, but: Container[str] = (), counts: Counter[str] = NO_COUNTS) -> tuple[str, _Item] | None:
-        """Remove and return the next item and its client; None if there is none.
-
-        Args:
-            but: clients to skip.
-            counts: clients with fewer go first; clients with equal counts take turns.
-        """
+        """Remove and return the next item and its client; None if there is none. The clients ``but`` are skipped;
+        those with smaller ``counts`` go first, and with equal ones take turns."""
         client = self._next_client(but, counts)
         if client is None:
             return None
@@ -69,11 +62,9 @@ class FairQueue(Generic[_Item]):
         self._num_items -= 1
         return client, item
 
-    def remove(self, is_gone: Callable[[_Item], bool]) -> int:
-        """Remove items. Returns the number removed."""
+    def remove(self, is_gone: Callable[[_Item], bool]) -> None:
         lines = {client: [entry for entry in line if not is_gone(entry[2])] for client, line in self._lines.items()}
         for line in lines.values():
             heapq.heapify(line)
         self._lines = {client: line for client, line in lines.items() if line}
-        num_before, self._num_items = self._num_items, sum(map(len, self._lines.values()))
-        return num_before - self._num_items
+        self._num_items = sum(map(len, self._lines.values()))

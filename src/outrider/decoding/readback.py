@@ -19,29 +19,17 @@ from outrider.sampling.probs import wide
 
 
 class StartedRound(NamedTuple):
-    """A round that the device may still be computing. Its tensors are on the host, and filled by the last mark.
+    """A round that the device may still be computing. Its tensors are on the host, and filled by the last mark."""
 
-    Attributes:
-        k: the number of drafted tokens that the schedule chose.
-        rows: the active row of each slot at the start. The slot may get another row before the round is read.
-        marks: when drafting began, when verifying began and ended, and when all results were on the host.
-        prefills: the beginning and end of each chunk of prefill since the round before.
-        report: ``VerifyResult.report``. [B, K+5]
-        drafted_probs: see ``Verdict``. [B, K, 2]
-        drafted_ids: if a row asks for them. [B, K]
-        logprobs: if a row asks for them.
-        logits: if a row asks for them. [B, K+1, V]
-    """
-
-    k: int
-    rows: Sequence[Row | None]
-    marks: tuple[Any, Any, Any, Any]
-    prefills: Sequence[tuple[Any, Any]]
-    report: Tensor
-    drafted_probs: Tensor
-    drafted_ids: Tensor | None
-    logprobs: Logprobs | None
-    logits: Tensor | None
+    k: int  # the number of drafted tokens that the schedule chose
+    rows: Sequence[Row | None]  # the active row of each slot at the start; the slot may get another before the reading
+    marks: tuple[Any, Any, Any, Any]  # when drafting began, verifying began and ended, all results were on the host
+    prefills: Sequence[tuple[Any, Any]]  # the beginning and end of each chunk of prefill since the round before
+    report: Tensor  # ``VerifyResult.report``. [B, K+5]
+    drafted_probs: Tensor  # see ``Verdict``. [B, K, 2]
+    drafted_ids: Tensor | None  # if a row asks for them. [B, K]
+    logprobs: Logprobs | None  # if a row asks for them
+    logits: Tensor | None  # if a row asks for them. [B, K+1, V]
 
     @property
     def num_columns(self) -> int:
@@ -50,11 +38,8 @@ class StartedRound(NamedTuple):
 
 
 def copies_for_host(rows: SlotRows, draft: Draft, result: VerifyResult, *, copy: bool) -> dict[str, Any]:
-    """Start copying the results of a round to the host: the fields of a ``StartedRound`` from ``report`` on.
-
-    Args:
-        copy: also copy tensors that are on the host already.
-    """
+    """Start copying the results of a round to the host, with ``copy`` also those that are there already: the fields of
+    a ``StartedRound`` from ``report`` on."""
     logprobs = None
     if rows.num_logprobs is not None:
         raw = wide(result.logits).log_softmax(dim=-1)

@@ -33,30 +33,20 @@ from outrider.system.resources import memory_errors
 
 
 class Runner:
-    """The models, with their caches of S slots.
-
-    Attributes:
-        cache: the target's.
-        session: the drafter's.
-        clock: times the device.
-        candidates: buffers for the rows of p and q of a round; None where rows are tensors.
-        reads_rounds: whether the host must read a round before it starts the next one.
-    """
+    """The models, with caches of S slots: ``cache`` is the target's, and those of the drafter are in ``session``."""
 
     def __init__(self, target: LM, drafter: Drafter, rule: Rule, num_slots: int, capacity: int, max_k: int) -> None:
-        """
-        Args:
-            capacity: most tokens in a slot.
-            max_k: most tokens drafted in a round.
-        """
+        """A slot has at most ``capacity`` tokens; a round drafts at most ``max_k``."""
         self._target, self._drafter, self._rule = target, drafter, rule
         lms = target, *drafter.models
         for lm in lms:
             lm.check_rollback(max_k)
-        # States are advanced by lengths on the host, and not beyond the end of a text, which is reused.
+        # Whether the host must read a round before it starts the next one. States are advanced by lengths on the host,
+        # and not beyond the end of a text, which is reused.
         self.reads_rounds = drafter.reads_on_host or any(lm.is_recurrent for lm in lms)
         self.cache = target.new_cache(num_slots, capacity)
         is_prepared = any(lm.execution.is_prepared for lm in lms)
+        # For the rows of p and q of a round; None where rows are tensors.
         self.candidates = None if is_prepared else candidate_buffers(target.vocab_size, target.device)
         self._shared = self.cache.of_layers(drafter.shared_layers)
         self.session = drafter.open(num_slots, capacity, target.device, max_k)
@@ -79,11 +69,8 @@ class Runner:
 
     @memory_errors()
     def feed(self, rows: Sequence[Row], width: int, ids: Tensor) -> None:
-        """Prefill the next tokens of rows in adjacent slots, at most ``width`` of each. Raises DeviceError.
-
-        Args:
-            ids: tokens of all slots; column j holds the token at position j. [S, N]
-        """
+        """Prefill the next tokens of rows in adjacent slots, at most ``width`` of each, from the ids of all slots:
+        column j holds the token at position j [S, N]. Raises DeviceError."""
         begin, end = rows[0].slot, rows[-1].slot + 1
         ids = ids[begin:end]
         starts = [row.num_filled for row in rows]
@@ -95,8 +82,8 @@ class Runner:
             features = prefill_media(self._target, media, cache, wanted)
         else:
             first, last = torch.tensor([starts, ends], device=ids.device)
-            how: Any = {"latest": max(starts), "num_columns": width, "features": wanted}
-            features = self._target.prefill(ids, first, last, cache, **how)
+            sizes = {"latest": max(starts), "num_columns": width}
+            features = self._target.prefill(ids, first, last, cache, **sizes, features=wanted)
         lengths = [row.prompt_length for row in rows]
         self.session.prefill(Prefill(ids, begin, starts, ends, lengths, features))
         self._prefills.append((mark, self.clock.mark()))
@@ -104,15 +91,8 @@ class Runner:
             row.num_filled = filled
 
     def start(self, batch: Batch, rows: SlotRows, chosen_k: int) -> StartedRound:
-        """Start a round, which the device may still be computing on return.
-
-        Args:
-            rows: the first slots of the batch.
-            chosen_k: K that the schedule chose.
-
-        Raises:
-            DeviceError: a step lacks memory; nothing is committed.
-        """
+        """Start a round of the first slots of the batch, for which the schedule chose ``chosen_k``. The device may
+        still be computing on return. Raises DeviceError: a step lacks memory; nothing is committed."""
         target, execution = self._target, self._target.execution
         if self.candidates is not None:
             self.candidates.clear()
@@ -161,16 +141,10 @@ PREFILL_CHUNK = 512
 def next_forward(
     filling: Iterable[Row], device: torch.device, *, chunk: int | None, num_left: int | None
 ) -> tuple[list[Row], int]:
-    """The row that has waited longest, with those after it in adjacent slots and of similar length. A prompt with
-    images is fed alone, and at once.
-
-    Args:
-        filling: rows whose prefill is incomplete, at least one, the longest waiting first.
-        chunk, num_left: the most tokens of a row, and of several together; None for as many as a forward takes.
-
-    Returns:
-        The rows, and the most tokens that each is fed.
-    """
+    """The row that has waited longest, with those after it in adjacent slots and of similar length; and the most tokens
+    that each is fed. A prompt with images is fed alone, and at once. ``filling`` are the rows whose prefill is
+    incomplete, at least one, the longest waiting first; ``chunk`` and ``num_left`` are the most tokens of a row, and of
+    several together, None for as many as a forward takes."""
     most_columns, most_tokens = (PREFILL_TOKENS if n is None else min(n, PREFILL_TOKENS) for n in (chunk, num_left))
     rows: list[Row] = []
     for row in filling:

@@ -62,12 +62,9 @@ _SWITCH = 0.5  # rounds that a change of K costs
 def expected_tokens(acceptance: Sequence[float]) -> list[float]:
     """tau(K), the expected tokens committed by a round of K drafted tokens, for K = 0, 1, ..., len(acceptance).
 
-    tau(K) = 1 + a_1 + a_1 a_2 + ... + a_1 ... a_K; for equal a_i it is (1 - alpha^(K+1)) / (1 - alpha) (Leviathan et
-    al. 2211.17192, equation 1; there K is gamma).
-
-    Args:
-        acceptance: a_1, a_2, ... with a_i the probability that the i-th drafted token is accepted if those before are.
-    """
+    tau(K) = 1 + a_1 + a_1 a_2 + ... + a_1 ... a_K, where a_i of ``acceptance`` is the probability that the i-th drafted
+    token is accepted if those before are; for equal a_i tau(K) is (1 - alpha^(K+1)) / (1 - alpha) (Leviathan et al.
+    2211.17192, equation 1; there K is gamma)."""
     expected, reach = [1.0], 1.0
     for a in acceptance:
         reach *= a
@@ -85,23 +82,14 @@ class RowCounts(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RoundOutcome:
-    """The facts of a round from which a schedule learns.
+    """The facts of a round from which a schedule learns."""
 
-    Attributes:
-        k: the number chosen for it.
-        num_rows: rows that were computed.
-        num_columns: tokens verified beyond the first, in each row, padding included.
-        rows: the counts of each sequence.
-        seconds: the time of the round; None after a prefill or another K, or when the loop goes idle.
-        longest: tokens of the longest sequence.
-    """
-
-    k: int
-    num_rows: int
-    num_columns: int
-    rows: Sequence[RowCounts]
-    seconds: float | None
-    longest: int = 0
+    k: int  # the number chosen for the round
+    num_rows: int  # rows that were computed
+    num_columns: int  # tokens verified beyond the first, in each row, padding included
+    rows: Sequence[RowCounts]  # the counts of each sequence
+    seconds: float | None  # the time of the round; None after a prefill or another K, or when the loop goes idle
+    longest: int = 0  # tokens of the longest sequence
 
 
 class Schedule(Protocol):
@@ -183,11 +171,8 @@ class _Load:
     """
 
     def __init__(self, ks: Sequence[int], draft_share: float, drafts_at_once: bool, like: _Load | None) -> None:
-        """
-        Args:
-            draft_share: size of the draft over that of the target.
-            like: another load, with whose deviations it begins.
-        """
+        """``draft_share`` is the size of the draft over that of the target. The load begins with the deviations of
+        another, ``like``."""
         self.usual_k: int | None = None
         self.credit = _FIRST_LOST
         self._ks, self._draft_share, self._drafts_at_once = ks, draft_share, drafts_at_once

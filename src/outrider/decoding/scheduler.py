@@ -36,15 +36,11 @@ class Scheduler:
     """Queue of requests and their slots. A row that has a slot keeps it.
 
     ``submit``, ``cancel``, ``load`` and ``waiting`` may be called from any thread, all else from one.
-
-    Attributes:
-        slots: the rows' slots.
-        filling: rows in prefill, the one that waited longest first.
     """
 
     def __init__(self, slots: Slots, queue: FairQueue[Row] | None = None) -> None:
         self.slots = slots
-        self.filling: deque[Row] = deque()
+        self.filling: deque[Row] = deque()  # rows in prefill, the one that waited longest first
         self._lock = threading.Lock()
         self._indices = count()
         self._queue: FairQueue[Row] = FairQueue() if queue is None else queue
@@ -153,16 +149,11 @@ LEAST_GENERATED, MOST_READ = 64, 16
 
 
 class SlotAssignment(NamedTuple):
-    """The slot of a row, and the copies to make first, in this order.
-
-    Attributes:
-        moved_to: the slot that the cache of this slot is moved to; None if it is evicted.
-        source: the slot whose first ``num_shared`` tokens are then copied (or kept, if it is the same slot).
-    """
+    """The slot of a row, and the copies to make first, in this order."""
 
     slot: int
-    moved_to: int | None
-    source: int
+    moved_to: int | None  # the slot that the cache of this slot is moved to; None if it is evicted
+    source: int  # the slot whose first ``num_shared`` tokens are then copied (or kept, if it is the same slot)
     num_shared: int
 
 
@@ -184,20 +175,13 @@ class _Slot:
 
 
 class Slots:
-    """S slots. Rows are placed, released and moved down.
-
-    Attributes:
-        common: prefixes that all clients may share.
-    """
+    """S slots. Rows are placed, released and moved down."""
 
     def __init__(self, num_slots: int, take_over: Callable[[int, int], int], *, shares_parts: bool = True) -> None:
-        """
-        Args:
-            take_over: (slot, length of a shared prefix) -> how much of it may be reused.
-            shares_parts: a part of a prompt may be reused, not only all of it.
-        """
+        """``take_over`` maps a slot and the length of a shared prefix to how much of the prefix may be reused. With
+        ``shares_parts`` a part of a prompt may be reused, not only all of it."""
         self._take_over, self._shares_parts = take_over, shares_parts
-        self.common: Sequence[Sequence[int]] = ()
+        self.common: Sequence[Sequence[int]] = ()  # prefixes that all clients may share
         self._slots = [_Slot() for _ in range(num_slots)]
         self._free = list(range(num_slots))  # a heap
         self._count = 0

@@ -28,36 +28,26 @@ class VerifyStep:
 
     A draft is cut before the first token for which the draft or the target has no distribution. That depends on the
     tokens before it alone, like any length of a draft, so the output distribution stays the target's. Only the position
-    from which the next token is drawn can end a row, as in plain decoding.
-
-    Attributes:
-        view_len: above every position that is fed.
-        features: see ``Drafter``.
-    """
+    from which the next token is drawn can end a row, as in plain decoding."""
 
     rule: Rule
-    view_len: int
-    features: tuple[int, ...]
+    view_len: int  # above every position that is fed
+    features: tuple[int, ...]  # see ``Drafter``
 
     def __call__(
         self,
         lm: LM,
         *,
         cache: SlotCache,
-        last_ids: Tensor,
+        last_ids: Tensor,  # see ``Rows``. [B, 2]
         lengths: Tensor,
         limits: Tensor,
         draft: Draft,
         settings: Settings,
         history: History,
-        allowed: Masked,
+        allowed: Masked,  # see ``Masks.along``. [B, K+1, V]
         noise: Any,
     ) -> VerifyResult:
-        """
-        Args:
-            last_ids: see ``Rows``. [B, 2]
-            allowed: see ``Masks.along``. [B, K+1, V]
-        """
         offsets = torch.arange(draft.ids.shape[1] + 1, device=lengths.device)
         is_active = lengths < limits
         num_drafted = draft.num_drafted

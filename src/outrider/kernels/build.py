@@ -37,10 +37,8 @@ FLAGS = ("-std=c++20", "-fPIC", "-ffp-contract=off", "-fno-trapping-math")
 _IS_APPLE = sys.platform == "darwin"
 _OPENMP = ("-Xclang", "-fopenmp") if _IS_APPLE else ("-fopenmp",)
 _LINKED = ("-shared", "-undefined", "dynamic_lookup") if _IS_APPLE else ("-shared",)
-
-
+# The libraries that came with the wheel, or the one that was compiled when the package was installed.
 INSTALLED = _HERE / "installed"
-"""Folder of the libraries that came with the wheel, or of the one that was compiled when the package was installed."""
 
 
 class Level(NamedTuple):
@@ -141,17 +139,13 @@ def best_level(command: Sequence[str]) -> tuple[Level, str]:
 
 def installed_path(level: Level) -> Path:
     """Where the library of these sources for a level is, if it was compiled with the package."""
-    return INSTALLED / f"{level.name}-{_checksum(level)}.so"
+    return INSTALLED / f"{level.name}-{checksum(level)}.so"
 
 
-def _checksum(level: Level, *others: str) -> str:
+def checksum(level: Level, *others: str) -> str:
+    """Hash of the sources and the flags of a level, and of others: of the compiler and its macros, in a cache."""
     sources = [*(path.read_bytes() for path in (*SOURCES, *HEADERS)), layout_source()]
     return hashlib.sha256(repr((*others, FLAGS, _LINKED, level.flags, sources)).encode()).hexdigest()
-
-
-def cached_name(command: Sequence[str], level: Level, predefined: str) -> str:
-    """Name in a cache of the library that this compiler, with these macros, makes of these sources."""
-    return _checksum(level, *command, predefined)
 
 
 def install() -> Path:

@@ -25,7 +25,7 @@ from outrider.kernels.build import (
     Level,
     best_level,
     build,
-    cached_name,
+    checksum,
     compiler,
     installed_path,
     levels_here,
@@ -166,7 +166,7 @@ def _installed(level: Level) -> ctypes.CDLL | None:
 
 
 def _compile(command: Sequence[str], level: Level, predefined: str) -> ctypes.CDLL:
-    name = cached_name(command, level, predefined)
+    name = checksum(level, *command, predefined)
     kernels = PrivateFolder(cache_folder("kernels"), _MOST_BYTES)
     wait = partial(_LOG.warning, "another process compiles the C++ kernels: waiting for it")
     # If several processes start together, the first compiles and the others wait.

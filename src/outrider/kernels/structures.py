@@ -14,12 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 HEADERS = sorted(Path(__file__).parent.glob("*.h"))
-_NEEDED = {
-    "functions.h": "Norm",
-    "products.h": "Matrix|RowCopy",
-    "model.h": r"\w+",
-    "token_rows.h": "CandidateBuffers",
-}
+_NEEDED = {"functions.h": "Norm", "products.h": "Matrix|RowCopy", "model.h": r"\w+", "token_rows.h": "CandidateBuffers"}
 _NUMBERS = {"int64_t": c_int64, "double": c_double}
 _BLOCK = re.compile(r"\{[^{}]*\}")  # the innermost ones
 _FIELD = re.compile(r"(\w+)(?:\[(\d+)\])?(?:,|$)")

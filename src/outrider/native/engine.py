@@ -35,24 +35,16 @@ _FEW_TOKENS, _SIMILAR_PLACES = 64, 512  # forwards whose times are compared
 
 
 class NativeForward:
-    """Forwards of one model on the CPU. Other attributes as of ``Forward``.
-
-    Attributes:
-        vocab_size: V, rows of the head.
-        width: the width of hidden states.
-    """
+    """Forwards of one model on the CPU. Attributes as of ``Forward``; ``width`` is that of hidden states."""
 
     device, dtype, num_shares = torch.device("cpu"), torch.float32, 1
     is_stepped, is_batch_invariant = False, True
 
     @memory_errors()
     def __init__(self, model: Any, plan: Plan, *, is_part: bool = False) -> None:
-        """Take a planned model, or a module of Transformers in float32, and its plan. Raises NotPlanned: the form of
-        its weights is not known here.
-
-        Args:
-            is_part: the plan is that of a head's layers; its other parameters run elsewhere.
-        """
+        """Take a planned model, or a module of Transformers in float32, and its plan; with ``is_part`` the plan is that
+        of a head's layers, and its other parameters run elsewhere. Raises NotPlanned: the form of its weights is not
+        known here."""
         kernels = library()
         if kernels is None:
             raise NotPlanned("the native library cannot be compiled here")
@@ -130,7 +122,7 @@ class NativeForward:
                 kind = ids.numel(), num_wanted, view_len // _SIMILAR_PLACES
                 self._team.learn(kind, size, num_threads, time.perf_counter() - begin_s)
         broken = broken if broken is not None and bool(broken.any()) else None
-        cache.note_broken(broken)
+        cache.broken = broken
         return Results(logits, () if found is None else found.chunk(len(features), dim=-1), broken)
 
     @contextmanager

@@ -227,9 +227,6 @@ def _experts(plan: ExpertsPlan, hidden: int, weights: Weights) -> Any:
     return found
 
 
-# Caches
-
-
 def cache_shapes(plan: Plan) -> tuple[LayerShape, ...]:
     return tuple(map(_shape, plan.layers))
 
@@ -244,7 +241,7 @@ def _shape(layer: LayerPlan) -> LayerShape:
 
 def _set_stores(layers: Any, plans: Sequence[LayerPlan]) -> None:
     """Set the numbers of the stores of each layer: keys and values of all layers in turn, then states."""
-    shapes = [*map(_shape, plans)]
+    shapes = list(map(_shape, plans))
     num_kept, num_states = 0, 2 * sum(shape.num_heads > 0 for shape in shapes)
     for layer, plan, shape in zip(layers, plans, shapes, strict=True):
         if plan.recurrence is not None:
@@ -263,6 +260,7 @@ def _set_stores(layers: Any, plans: Sequence[LayerPlan]) -> None:
 
 
 def _states(mixer: RecurrencePlan) -> tuple[StateShape, ...]:
-    ring = StateShape("window", 0, (WINDOW, mixer.kept_width), torch.float32, mixer.kernel_size - 1)
+    kept_width = mixer.conv_width + 2 * mixer.num_heads  # numbers of a token
+    ring = StateShape("window", 0, (WINDOW, kept_width), torch.float32, mixer.kernel_size - 1)
     size = mixer.num_heads, mixer.key_width, mixer.value_width
     return (ring, StateShape("replayed", 0, size, torch.float32)) if mixer.num_heads else (ring,)

@@ -116,11 +116,6 @@ class RecurrencePlan:
     skips: str | None = None  # name of D: factors of the values that are added to the output; or None
     dt_min: float = 0.0  # the least softplus(dt + dt_bias)
 
-    @property
-    def kept_width(self) -> int:
-        """Numbers of a token that are kept by place."""
-        return self.conv_width + 2 * self.num_heads
-
 
 Mixer = AttentionPlan | RecurrencePlan
 

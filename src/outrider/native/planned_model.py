@@ -13,15 +13,11 @@ from outrider.runtime.weight_tensors import set_weights
 
 
 class PlannedModel:
-    """A model that the native engine can run.
-
-    Attributes:
-        config: the configuration that the files state.
-        tensors: weights and stored buffers by name, shared ones once.
-    """
+    """A model that the native engine can run."""
 
     def __init__(self, config: Any, plan: Plan, tensors: Mapping[str, Tensor], build: Callable[[], nn.Module]) -> None:
-        """Take the function that builds the model in Transformers' code, without weights."""
+        """Take the configuration that the files state; weights and stored buffers by name, shared ones once; and the
+        function that builds the model in Transformers' code, without weights."""
         self.config, self.plan, self.tensors, self._build = config, plan, dict(tensors), build
 
     def parameters(self) -> Iterable[Tensor]:

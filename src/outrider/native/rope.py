@@ -20,12 +20,8 @@ from outrider.native.plan import NotPlanned, RopePlan
 
 
 def rope_plan(stated: Mapping[str, Any], head_dim: int, context_len: int, *, is_interleaved: bool) -> RopePlan:
-    """Rope of ``rope_parameters`` as a config.json states them. Raises NotPlanned, KeyError.
-
-    Args:
-        head_dim: numbers of a head; ``partial_rotary_factor`` is the share of them that is rotated.
-        context_len: tokens for which the model is made.
-    """
+    """Rope of ``rope_parameters`` as a config.json states them, for heads of ``head_dim`` numbers, of which the share
+    ``partial_rotary_factor`` is rotated, and a model made for ``context_len`` tokens. Raises NotPlanned, KeyError."""
     kind, base = stated["rope_type"], stated["rope_theta"]
     share = stated.get("partial_rotary_factor") or 1.0
     width, scale = int(head_dim * share), 1.0

@@ -29,26 +29,18 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class Ticket:
-    """Work of one caller for the thread of a session, and the results: requests, or steps of anything else.
-
-    Attributes:
-        client, priority: whose turn it is (see ``FairQueue``).
-        steps: other work; one step is done after each round, in turn with those of other clients.
-        submitted_s: of ``time.perf_counter``.
-        arrived: in order, the number of a request and its next chunk or the error that ends it; or 0 and the result of
-            a step, and in the end StopIteration or an error.
-        num_open: requests or steps that have not ended, as the event loop knows.
-        has_begun: there is a result, as the thread knows.
-    """
+    """Work of one caller for the thread of a session, and the results: requests, or steps of anything else."""
 
     states: Sequence[RequestState] = ()
-    client: str = ""
+    client: str = ""  # whose turn it is, like the priority (see ``FairQueue``)
     priority: int = 0
-    steps: Generator[Any] | None = None
+    steps: Generator[Any] | None = None  # other work: one after each round, in turn with those of other clients
     submitted_s: float = field(default_factory=lambda: time.perf_counter())
+    # In order, the number of a request and its next chunk or the error that ends it; or 0 and the result of a step, and
+    # in the end StopIteration or an error:
     arrived: asyncio.Queue[tuple[int, Any]] = field(default_factory=asyncio.Queue)
-    num_open: int = field(init=False)
-    has_begun: bool = False
+    num_open: int = field(init=False)  # requests or steps that have not ended, as the event loop knows
+    has_begun: bool = False  # there is a result, as the thread knows
 
     def __post_init__(self) -> None:
         self.num_open = len(self.states) if self.steps is None else 1

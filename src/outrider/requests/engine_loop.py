@@ -33,34 +33,24 @@ def discard(number: int, item: Chunk | OutriderError) -> None:
 
 @dataclass(slots=True, eq=False)
 class RequestState:
-    """One request in the loop, with its text so far.
+    """One request in the loop, with its text so far."""
 
-    Attributes:
-        request: with ``resume_ids``, ``num_resumed`` tokens, as part of the prompt.
-        room: the most tokens that rounds may commit, prompt included.
-        origins: one for each token pushed to ``text``.
-        chunks: so far, where they are collected.
-        number, receive: where the chunks go; set when the request is submitted, as are ``client`` and ``priority``.
-        index: the engine's number of the row; -1 while the request waits for an engine.
-        begun_s, first_s, last_s: when the row got its slot, and when its first and its last tokens came, in seconds of
-            ``time.perf_counter``; 0 before.
-    """
-
-    request: Request
+    request: Request  # with ``resume_ids``, ``num_resumed`` tokens, as part of the prompt
     text: RowText
     num_prompt_tokens: int
     num_resumed: int
-    room: int
-    origins: list[Origin] = field(init=False)
-    chunks: list[Chunk] = field(default_factory=list, init=False)
+    room: int  # the most tokens that rounds may commit, prompt included
+    origins: list[Origin] = field(init=False)  # one for each token pushed to ``text``
+    chunks: list[Chunk] = field(default_factory=list, init=False)  # so far, where they are collected
+    # Where the chunks go, and whose turn it is; set when the request is submitted:
     number: int = 0
     receive: Receive = discard
     client: str = ""
     priority: int = 0
-    index: int = -1
-    begun_s: float = 0.0
-    first_s: float = 0.0
-    last_s: float = 0.0
+    index: int = -1  # the engine's number of the row; -1 while the request waits for an engine
+    begun_s: float = 0.0  # when the row got its slot, by ``time.perf_counter``, as the next two; 0 before
+    first_s: float = 0.0  # when its first tokens came
+    last_s: float = 0.0  # when its last tokens came
 
     def __post_init__(self) -> None:
         self.origins = ["accepted"] * self.num_resumed  # their text was emitted, except characters held back

@@ -42,12 +42,8 @@ _REFUSED = (
 _TAKES_TURNS = "it changes itself when called, and rows take turns: make it a function of its arguments"
 
 
-def processors_of_row(processors: Sequence[Processor], row: int) -> list[Processor]:
-    """The processors as they act on one row of the batch. Raises OptionError: one has a state, or reads other rows."""
-    return [_of_row(one, row) for one in processors]
-
-
-def _of_row(processor: Any, row: int) -> Processor:
+def of_row(processor: Any, row: int) -> Processor:
+    """A processor as it acts on one row of the batch. Raises OptionError: it has a state, or reads other rows."""
     if isinstance(processor, _REFUSED) or type(processor).__name__.startswith("Dia"):
         name = type(processor).__name__
         raise OptionError("logits_processor", name, "it needs more than a row's ids and logits: leave it out")
@@ -145,10 +141,8 @@ def process(processors: Sequence[Processor], ids: Tensor, logits: Tensor) -> Ten
 class ProcessedRow:
     """Constraint of one sequence by processors (see ``outrider.records.Constraint``).
 
-    Attributes:
-        errors: the processors' errors, by position. Processors see drafts that may be rejected, so an error counts only
-            if the sequence has a token at its position; that error is the target's, which has replaced the draft's.
-    """
+    ``errors`` has those of the processors, by position. Processors see drafts that may be rejected, so an error counts
+    only if the sequence has a token at its position; that error is the target's, which has replaced the draft's."""
 
     error: str | None = None
 

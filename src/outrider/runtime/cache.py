@@ -53,36 +53,12 @@ def _sparse_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.devi
     return torch.frombuffer(memory, dtype=dtype, count=number).view(shape)
 
 
-def _check_room(shapes: Sequence[LayerShape], num_rows: int, capacity: int) -> None:
-    """Raises DeviceError: a device of the layers lacks the memory for a cache."""
-    needed: dict[torch.device, int] = {}
-    for shape in shapes:
-        row_bytes = shape.bytes_per_token * (capacity + 1) + shape.bytes_per_row
-        needed[shape.device] = needed.get(shape.device, 0) + row_bytes * num_rows + shape.scratch_bytes
-    for device, size in needed.items():
-        free = available_bytes(device)
-        if free is not None and size > free:
-            raise DeviceError(
-                f"a cache for {num_rows} rows of {capacity} tokens needs {size_text(size)} on {device}, where "
-                f"{size_text(free)} are free: choose fewer rows or tokens, or free more memory (--max-memory)"
-            )
-
-
 class SlotCache:
-    """KV cache and states of B sequences of at most ``capacity`` tokens.
+    """KV cache and states of B sequences of at most ``capacity`` tokens, L.
 
-    Attributes:
-        shapes: the shapes of the layers.
-        storage: the tensors of the cache; ``on`` builds a cache over others. First those per token, [B, L+1, H, D]:
-            keys and values of each layer in turn, and the ids if states are kept at anchors. Then those per row: the
-            states and the anchors, [B, ...]; or the offsets of positions, [B].
-        capacity: L.
-        has_states: whether forwards feed the tokens since the anchors again.
-        is_recurrent: whether there are states that mix all earlier tokens, kept at anchors.
-        is_ahead: whether tokens before those of a forward may be rejected, so that anchors stay (see ``scratch``).
-        num_token_stores: tensors per token, the first of ``storage``.
-        bound: the most tokens that a fed row is behind its sequence, for recorded steps.
-    """
+    Its ``storage`` (``on`` builds a cache over another) has first the tensors per token, [B, L+1, H, D]: keys and
+    values of each layer in turn, and the ids if states are kept at anchors. Then those per row: the states and the
+    anchors, [B, ...]; or the offsets of positions, [B]."""
 
     def __init__(
         self, shapes: Sequence[LayerShape], storage: Sequence[Tensor], capacity: int, *, most_behind: int | None = None
@@ -93,7 +69,7 @@ class SlotCache:
         self.storage = tuple(storage)
         self.capacity = capacity
         self._most_behind = most_behind
-        self.bound = STRIDE - 1
+        self.bound = STRIDE - 1  # the most tokens that a fed row is behind its sequence, for recorded steps
         self.twin_key: int | None = None
         self._plan = Feed(capacity, torch.empty(0, dtype=torch.long), torch.empty(0, dtype=torch.bool))
         states = [state for shape in self.shapes for state in shape.states]
@@ -104,10 +80,11 @@ class SlotCache:
         self._heads: dict[int, SlotCache] = {}
         self._scratch: SlotCache | None = None
         self._states = states
-        self.has_states = any(state.is_fed_again for state in states)
-        self.is_recurrent = any(not state.width for state in states)
+        self.has_states = any(state.is_fed_again for state in states)  # fed again from the anchors on
+        self.is_recurrent = any(not state.width for state in states)  # some mix all earlier tokens
+        # Whether tokens before those of a forward may be rejected, so that anchors stay (see ``scratch``).
         self.is_ahead = False
-        self._broken: Tensor | None = None
+        self.broken: Tensor | None = None  # tokens of a native forward that are not finite. [B, T]
 
     @cached_property
     def argument(self) -> Any:
@@ -137,23 +114,30 @@ class SlotCache:
             for dim in (shape.key_dim, shape.value_dim)
         ]
         states = [(shape, state) for shape in shapes for state in shape.states]
-        if states:
-            device = shapes[0].device
-            if any(state.is_fed_again for _, state in states):
-                storage.append(torch.zeros((num_rows, capacity + 1, 1, 1), dtype=torch.long, device=device))
-            storage += [
-                torch.zeros((num_rows, *state.size), dtype=state.dtype, device=shape.device) for shape, state in states
-            ]
-            storage.append(torch.zeros(num_rows, dtype=torch.long, device=device))
-        elif any(shape.has_offset for shape in shapes):
-            storage.append(torch.zeros(num_rows, dtype=torch.long, device=shapes[0].device))
+        if any(state.is_fed_again for _, state in states):
+            storage.append(torch.zeros((num_rows, capacity + 1, 1, 1), dtype=torch.long, device=shapes[0].device))
+        storage += [
+            torch.zeros((num_rows, *state.size), dtype=state.dtype, device=shape.device) for shape, state in states
+        ]
+        if states or any(shape.has_offset for shape in shapes):
+            storage.append(torch.zeros(num_rows, dtype=torch.long, device=shapes[0].device))  # anchors, or offsets
         return cls(shapes, storage, capacity)
 
     @classmethod
     @memory_errors()
     def allocate(cls, shapes: Sequence[LayerShape], num_rows: int, capacity: int) -> SlotCache:
-        """Allocate an empty cache if there is enough memory. Raises DeviceError."""
-        _check_room(shapes, num_rows, capacity)
+        """Allocate an empty cache. Raises DeviceError: a device of the layers lacks the memory."""
+        needed: dict[torch.device, int] = {}
+        for shape in shapes:
+            row_bytes = shape.bytes_per_token * (capacity + 1) + shape.bytes_per_row
+            needed[shape.device] = needed.get(shape.device, 0) + row_bytes * num_rows + shape.scratch_bytes
+        for device, size in needed.items():
+            free = available_bytes(device)
+            if free is not None and size > free:
+                raise DeviceError(
+                    f"a cache for {num_rows} rows of {capacity} tokens needs {size_text(size)} on {device}, where "
+                    f"{size_text(free)} are free: choose fewer rows or tokens, or free more memory (--max-memory)"
+                )
         return cls.empty(shapes, num_rows, capacity)
 
     def on(self, storage: Sequence[Tensor]) -> SlotCache:
@@ -226,12 +210,9 @@ class SlotCache:
         return min(num_tokens, int(self.anchors[slot])) if self.has_states else num_tokens
 
     def at(self, positions: Tensor, view_len: int, *, is_single: bool, keeps_finite: bool = False) -> None:
-        """Set up the next forward, of tokens at these positions, -1 for padding [B, T], all below ``view_len``.
-
-        Args:
-            is_single: layers with states are called with one token at a time.
-            keeps_finite: write zeros for numbers that are not finite (see ``find_broken``).
-        """
+        """Set up the next forward, of tokens at these positions, -1 for padding [B, T], all below ``view_len``. With
+        ``is_single`` layers with states are called with one token at a time; with ``keeps_finite`` zeros are written
+        for numbers that are not finite (see ``find_broken``)."""
         assert view_len <= self.capacity
         self._plan.places = self._places(positions)
         self._plan.view_len = view_len
@@ -251,12 +232,8 @@ class SlotCache:
         """Tokens of the last forward with a number that is not finite; None if it did not check. [B, T]"""
         sums, is_padding = self._plan.sums, self._plan.is_padding
         if not sums:
-            return self._broken
+            return self.broken
         return ~torch.stack([one.to(is_padding.device) for one in sums]).sum(dim=0).isfinite() & ~is_padding
-
-    def note_broken(self, broken: Tensor | None) -> None:
-        """Note what ``find_broken`` tells of a native forward. [B, T]"""
-        self._broken = broken
 
     def _places(self, positions: Tensor) -> Tensor:
         """Indices into the flattened block [B * (L+1)]. [B * T]"""
@@ -287,11 +264,6 @@ class SlotCache:
         """Tokens consumed by the states of each row; or the lowest position at which tokens may be fed. [B]"""
         return self.storage[-1]
 
-    @property
-    def _ids(self) -> Tensor:
-        """[B, L+1]"""
-        return self.storage[self.num_token_stores - 1][:, :, 0, 0]
-
     def remember(self, ids: Tensor, positions: Tensor) -> None:
         """Store the ids of tokens that will be fed from the anchors on. [B, T] each"""
         self.storage[self.num_token_stores - 1].view(-1).index_copy_(0, self._places(positions), ids.flatten())
@@ -309,7 +281,8 @@ class SlotCache:
         self._reached = self.anchors + width
         self._is_full = lasts + 1 == self._reached
         positions = self.anchors[:, None] + torch.arange(width, device=lasts.device)
-        ids = self._ids.gather(1, positions.clamp_max(self.capacity))
+        stored = self.storage[self.num_token_stores - 1][:, :, 0, 0]  # [B, L+1]
+        ids = stored.gather(1, positions.clamp_max(self.capacity))
         return ids, torch.where(positions <= lasts[:, None], positions, -1)
 
     def settle(self, num_committed: Tensor) -> None:

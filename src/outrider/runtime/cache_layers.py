@@ -193,11 +193,8 @@ class StateSlotLayer(StateLayer, SlotLayer):
         SlotLayer.__init__(self, plan, keys, values)
         StateLayer.__init__(self, states)
 
-    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        raise AssertionError("a slot layer is constructed with its storage")
-
-    def get_max_length(self) -> int:
-        return SlotLayer.get_max_length(self)
+    lazy_initialization = SlotLayer.lazy_initialization
+    get_max_length = SlotLayer.get_max_length
 
 
 class EmptyLayer:

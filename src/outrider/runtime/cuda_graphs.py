@@ -34,11 +34,12 @@ from outrider.runtime.cache import SlotCache
 from outrider.runtime.cache_shapes import LayerShape
 from outrider.runtime.execution import Execution, R
 from outrider.runtime.modules import constant_frequencies
-from outrider.runtime.shape_buckets import power_of_two, prepared_length
+from outrider.runtime.shape_buckets import power_of_two
 
 _LOG = logging.getLogger(__name__)
 MOST_PROGRAMS = 128  # per model; a server of 8 slots with one set of options uses about 30 per view length
 _TURN = threading.RLock()  # one for all models: draft and verify steps of a round share it
+_LEAST_VIEW = 128  # places of a view
 _NUM_WARM_UPS = 2  # libraries pick algorithms and allocate workspace on first use: not while capturing
 _NUM_COMPARED = 2  # runs of each program: stale inputs and results show in the second
 
@@ -48,12 +49,8 @@ class CapturedExecution(Execution):
     few eager runs; nothing is cached on disk, and each graph has its own memory pool.
 
     Lengths and batch sizes are rounded up to powers of two. Keeps the MOST_PROGRAMS graphs that were looked up most
-    recently.
-
-    Args:
-        is_required: a step that cannot be captured, or gives other results then, is an error; else all steps run
-            eagerly from there on, and a warning says so.
-    """
+    recently. If it ``is_required``, a step that cannot be captured, or gives other results then, is an error; else all
+    steps run eagerly from there on, and a warning says so."""
 
     name = "captured"
     lookahead = 1  # the device works on while the host reads
@@ -66,7 +63,7 @@ class CapturedExecution(Execution):
         self._side: Any = None  # capture stream; libraries keep a workspace for each stream
 
     def round_length(self, length: int) -> int:
-        return prepared_length(length)
+        return max(_LEAST_VIEW, power_of_two(length))
 
     def round_rows(self, num_rows: int) -> int:
         return power_of_two(num_rows)

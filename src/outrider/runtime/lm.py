@@ -38,23 +38,7 @@ would only take more memory (docs/internals/log/2026.md)."""
 
 
 class LM:
-    """A model with what the decoding loop needs to know of it.
-
-    Attributes:
-        backend: runs the model.
-        name: the name in messages.
-        vocab_size: V; logits beyond it (padding of the embedding matrix) are cut off, so they are never sampled.
-        unknown_ids: tokens of the vocabulary that the model does not know; their logits are -10,000.
-        token_ids: the tokens that its LM head has rows for, ascending, D numbers; None for all. Others get -10,000.
-        own_ids: where the vocabulary is another one than the model's, the model's id of each token, -1 if it has none.
-        context_len: maximum sequence length.
-        device: the device of the first layer.
-        dtype: the type of activations.
-        num_shares: processes that share the model (tensor parallel); the others follow the first (system/ranks.py).
-        execution: runs its steps.
-        least_columns: minimum width of a forward of a model with states: 2 if a single token gets other logits than
-            the same token among several.
-    """
+    """A model with what the decoding loop needs to know of it."""
 
     twin_key: int | None = None
     TOLD = ("vocab_size", "unknown_ids", "own_ids", "token_ids", "context_len", "least_columns", "is_stepped")
@@ -63,14 +47,20 @@ class LM:
         self, backend: Forward, *, name: str, vocab_size: int, context_len: int, unknown_ids: tuple[int, ...] = ()
     ) -> None:
         self.backend = backend
-        self.name = name
+        self.name = name  # in messages
+        # V; logits beyond it (padding of the embedding matrix) are cut off, so they are never sampled.
         self.vocab_size = vocab_size
-        self.unknown_ids = unknown_ids
+        self.unknown_ids = unknown_ids  # tokens that the model does not know; their logits are -10,000
+        # Where the vocabulary is another one than the model's, the model's id of each token, -1 if it has none.
         self.own_ids: tuple[int, ...] = ()
+        # The tokens that its LM head has rows for, ascending, D numbers; None for all. Others get -10,000.
         self.token_ids: Tensor | None = None
-        self.context_len = context_len
-        self.execution: Execution = EagerExecution()
+        self.context_len = context_len  # maximum sequence length
+        self.execution: Execution = EagerExecution()  # runs its steps
+        # The device of the first layer, the type of activations, and the number of processes that share the model
+        # (tensor parallel): the others follow the first (system/ranks.py).
         self.device, self.dtype, self.num_shares = backend.device, backend.dtype, backend.num_shares
+        # Minimum width of a forward of a model with states: 2 if a single token gets other logits than among several.
         self.least_columns = 1
 
     @property
@@ -174,21 +164,14 @@ class LM:
 
     @in_all_processes
     def uncached(self, ids: Tensor, num_logits: int = 0) -> Tensor:
-        """Logits of one forward of the model's own code without a cache. [B, T] -> [B, N, V], padding of V included
-
-        Args:
-            num_logits: N, the last ones; 0 for all.
-        """
+        """Logits of one forward of the model's own code without a cache, the last ``num_logits``; 0 for all.
+        [B, T] -> [B, N, V], padding of V included"""
         logits: Tensor = self.model(input_ids=ids, use_cache=False, logits_to_keep=num_logits).logits
         return logits
 
     def new_cache(self, num_rows: int, capacity: int, *, is_sparse: bool = False) -> SlotCache:
-        """Cache for ``num_rows`` sequences of at most ``capacity`` tokens (rounded up). Raises DeviceError: there is
-        not enough memory.
-
-        Args:
-            is_sparse: little of it will be used (see ``SlotCache.empty``).
-        """
+        """Cache for ``num_rows`` sequences of at most ``capacity`` tokens (rounded up), of which little will be used if
+        ``is_sparse`` (see ``SlotCache.empty``). Raises DeviceError: there is not enough memory."""
         if self.num_shares > 1:
             check_equal(_fingerprint, self)
         return self._new_cache(num_rows, self.execution.round_length(capacity), is_sparse)
@@ -330,12 +313,9 @@ class LM:
     ) -> Tensor | None:
         """Prefill: put the tokens starts <= position < ends of each row [B] into the cache, from a buffer whose column
         j holds the token at position j [B, N]. ``latest`` is at least ``starts``, and ``num_columns``, T, at least
-        ``ends - starts`` (known on the host, which need not wait for the device).
-
-        Returns:
-            hidden states of ``features`` (see ``forward_with_features``; for at most PREFILL_TOKENS tokens), from the
-            column ``starts`` on. [B, T, F]
-        """
+        ``ends - starts`` (known on the host, which need not wait for the device). Returns the hidden states of
+        ``features`` (see ``forward_with_features``; for at most PREFILL_TOKENS tokens), from the column ``starts`` on.
+        [B, T, F]"""
         most = max(1, PREFILL_TOKENS // len(ids))
         assert not features or num_columns <= most
         if cache.has_states:
@@ -366,12 +346,7 @@ class LM:
         self._catch_up(cache, lengths, most, self.execution)
 
     def _catch_up(
-        self,
-        cache: SlotCache,
-        lengths: Tensor,
-        most: int,
-        execution: Execution,
-        features: Sequence[int] = (),
+        self, cache: SlotCache, lengths: Tensor, most: int, execution: Execution, features: Sequence[int] = ()
     ) -> list[tuple[Tensor, ...]]:
         """Run forwards from the anchors over multiples of STRIDE, at most as wide as ``most`` or STRIDE, and keep their
         states. With ``features``, return positions and hidden states of the tokens fed, forward by forward; then the

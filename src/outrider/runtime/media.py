@@ -47,11 +47,11 @@ def read_media(lm: LM, ids: Sequence[int], inputs: Mapping[str, Any]) -> MediaPr
     image token, and what the model's processor returned beside them. Rounds of other threads go on meanwhile, unless
     they may be recording a graph. Raises PromptError: the model has no images, or the inputs do not fit; or it
     continues from images in a way that the rounds do not know."""
-    model = lm.model
+    model, who = lm.model, f"{lm.name} ({lm.model.config.model_type})"
     if not takes_images(model):
-        raise PromptError(f"{lm.name} ({model.config.model_type}) takes no images: give text")
+        raise PromptError(f"{who} takes no images: give text")
     if any(shape.states for shape in lm.layer_shapes):
-        raise PromptError(f"{lm.name} ({model.config.model_type}) keeps states, which images are not supported with")
+        raise PromptError(f"{who} keeps states, which images are not supported with")
     given = {
         name: value.to(lm.device, lm.dtype if value.is_floating_point() else None)
         if isinstance(value, Tensor)
@@ -81,19 +81,14 @@ def read_media(lm: LM, ids: Sequence[int], inputs: Mapping[str, Any]) -> MediaPr
         finally:
             hook.remove()
     if arguments.get("inputs_embeds") is None:
-        raise PromptError(
-            f"{lm.name} ({model.config.model_type}) reads images in a way that is not supported: give text"
-        )
+        raise PromptError(f"{who} reads images in a way that is not supported: give text")
     position_ids, counted = arguments.get("position_ids"), torch.arange(len(ids), device=lm.device)
     if position_ids is not None and bool((position_ids == counted.to(position_ids.device)).all()):
         position_ids = None
     # Axes of an image are the last three; another one before them counts tokens.
     offset = 0 if position_ids is None else int(position_ids[-3:].amax()) + 1 - len(ids)
     if position_ids is not None and not any(shape.has_offset for shape in lm.layer_shapes):
-        raise PromptError(
-            f"{lm.name} ({model.config.model_type}) counts the places of an image in a way that is not supported: give "
-            "text"
-        )
+        raise PromptError(f"{who} counts the places of an image in a way that is not supported: give text")
     more = {name: value for name, value in arguments.items() if name not in _OWN}
     unknown = sorted(
         name

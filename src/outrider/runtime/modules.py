@@ -120,9 +120,6 @@ def with_finite_numbers(
         yield
 
 
-_CHOSEN = ("dynamic", "longrope")
-
-
 @contextmanager
 def constant_frequencies(model: nn.Module) -> Iterator[None]:
     """Keep frequencies constant: code that reads positions on the host cannot be captured. Results do
@@ -142,7 +139,7 @@ def constant_frequencies(model: nn.Module) -> Iterator[None]:
 def _constant(kind: Any) -> Any:
     if isinstance(kind, dict):
         return {name: _constant(one) for name, one in kind.items()}
-    return "default" if kind in _CHOSEN else kind
+    return "default" if kind in ("dynamic", "longrope") else kind
 
 
 CACHE_NAMES = ("cache", "cache_params", "past_key_values")

@@ -35,21 +35,16 @@ def candidate_buffers(vocab_size: int, device: torch.device) -> CandidateBuffers
 
 class CandidateBuffers:
     """The rows of a round: tokens that can be drawn, with weights. The probability of a token is its weight over the
-    row's sum.
-
-    Attributes:
-        ids, weights: of the tokens of all rows; ids are ascending in a row. int32 [N], float32 [N]
-        starts, counts: of each row, where its tokens start, and how many they are; -1: all of the vocabulary, without
-            ids. [R]
-        sums: of the weights of each row. float64 [R]
-        native: the same in C++ (token_rows.h), with the numbers of rows and of tokens.
-    """
+    row's sum."""
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
+        # Of the tokens of all rows; ids are ascending in a row. int32 [N], float32 [N]
         self.ids, self.weights = torch.empty(0, dtype=torch.int32), torch.empty(0)
+        # Where the tokens of each row start, and how many they are; -1: all of the vocabulary, without ids. [R]
         self.starts, self.counts = torch.empty(2, 0, dtype=torch.long)
-        self.sums = torch.empty(0, dtype=torch.float64)
+        self.sums = torch.empty(0, dtype=torch.float64)  # of the weights of each row. [R]
+        # The same in C++ (token_rows.h), with the numbers of rows and of tokens.
         self.native = native().CandidateBuffers(vocab_size=vocab_size)
 
     def clear(self) -> None:
@@ -65,16 +60,8 @@ class CandidateBuffers:
         min_p: Tensor | None = None,
         token_ids: Tensor | None = None,
     ) -> tuple[Candidates, Tensor]:
-        """Add rows of logits under these options, whose meaning is that of probs.py.
-
-        Args:
-            logits: float32 [B, T, V], or of D tokens [B, T, D]
-            temperature, top_k, top_p, min_p: [B]
-            token_ids: these tokens, ascending; None for all. D numbers
-
-        Returns:
-            [B, T] rows, and whether each row of logits is finite. [B, T]
-        """
+        """Add rows of logits, float32 [B, T, V], or [B, T, D] of the D ``token_ids``, ascending. The options [B] mean
+        what they mean in probs.py. Returns the [B, T] rows, and whether each row of logits is finite [B, T]."""
         num_rows, num_places, num_tokens = logits.shape
         check(num_tokens == (self.vocab_size if token_ids is None else len(token_ids)), "a logit for each token")
         flat = logits.reshape(-1, num_tokens)
@@ -116,14 +103,10 @@ def _enlarged(values: Tensor, num_used: int, num: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """Rows of the buffers, until these are cleared.
-
-    Attributes:
-        index: the numbers of the rows. [...]
-    """
+    """Rows of the buffers, until these are cleared."""
 
     buffers: CandidateBuffers
-    index: Tensor
+    index: Tensor  # the numbers of the rows. [...]
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -160,12 +143,8 @@ class Candidates:
         return ids
 
     def verify(self, rule: int, draft: Draft, noise: tuple[Tensor | int | None, ...]) -> Verdict:
-        """The verdict of a rule of rules.py, on rows of p [B, K+1].
-
-        Args:
-            draft: with candidates in the same buffers.
-            noise: uniform numbers, the number of each row's, seeds and positions, as far as the rule has them.
-        """
+        """The verdict of a rule of rules.py, on rows of p [B, K+1] and a draft with candidates in the same buffers. The
+        noise: uniform numbers, the number of each row's, seeds and positions, as far as the rule has them."""
         num_rows, k = draft.ids.shape
         check(self.index.shape == (num_rows, k + 1), "rows of p at each drafted token, and after them")
         check(all(len(one) == num_rows for one in noise if isinstance(one, Tensor)), "noise of each row")

@@ -16,17 +16,11 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """History of B rows; or, for T positions of each row, the history before them. A field is None until used.
+    """History of B rows; or, for T positions of each row, the history before them. A field is None until used."""
 
-    Attributes:
-        seen: whether a token occurs, in the prompt or in the output. [B, V] or [B, T, V]
-        counts: how often it occurs in the output. [B, V] or [B, T, V]
-        num_generated: tokens of the output. [B] or [B, T]
-    """
-
-    seen: Tensor | None = None
-    counts: Tensor | None = None
-    num_generated: Tensor | None = None
+    seen: Tensor | None = None  # whether a token occurs, in the prompt or in the output. [B, V] or [B, T, V]
+    counts: Tensor | None = None  # how often a token occurs in the output. [B, V] or [B, T, V]
+    num_generated: Tensor | None = None  # tokens of the output. [B] or [B, T]
 
     @property
     def tensors(self) -> Iterator[Tensor]:
@@ -59,12 +53,8 @@ class History:
             self.num_generated.add_(lengths - old_lengths)
 
     def along(self, ids: Tensor, is_output: Tensor | None = None) -> History:
-        """History before each of T+1 positions along ``ids``; the first one is the present history.
-
-        Args:
-            ids: [B, T]
-            is_output: which of them are output; None for all. [B, T]
-        """
+        """History before each of T+1 positions along ``ids`` [B, T]; the first one is the present history.
+        ``is_output`` says which of the ids are output [B, T]; None for all."""
         num = self.num_generated
         if num is not None:
             steps = torch.ones_like(ids) if is_output is None else is_output

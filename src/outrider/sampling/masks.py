@@ -18,15 +18,10 @@ from outrider.records import Constraint, Draft, Effect
 
 
 class Calls(NamedTuple):
-    """Effects of which some are functions of the logits. Steps with them cannot be captured.
+    """Effects of which some are functions of the logits. Steps with them cannot be captured."""
 
-    Attributes:
-        others: the other effects. [B, T, V]
-        functions: with row and place of each.
-    """
-
-    others: Tensor
-    functions: tuple[tuple[int, int, Callable[[Tensor], Tensor]], ...]
+    others: Tensor  # the other effects. [B, T, V]
+    functions: tuple[tuple[int, int, Callable[[Tensor], Tensor]], ...]  # with row and place of each
 
 
 Masked: TypeAlias = Tensor | Calls | None
@@ -55,11 +50,8 @@ def as_biases(effect: NDArray[Any]) -> NDArray[Any]:
 
 
 class Masks:
-    """The effects of constraints in one round. ``push`` advances by a drafted token, ``along`` ends the round.
-
-    Args:
-        constraints: the constraints of the B rows, advanced to the end of the committed tokens.
-    """
+    """The effects of the constraints of B rows, advanced to the end of the committed tokens, in one round. ``push``
+    advances by a drafted token, ``along`` ends the round."""
 
     def __init__(self, constraints: Sequence[Constraint | None], vocab_size: int, device: torch.device) -> None:
         self._constraints = constraints

@@ -80,14 +80,9 @@ def _to_uniform(low: Tensor, high: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class RoundUniforms:
-    """All uniform numbers of one round, each used once.
+    """All uniform numbers of a round, each used once; in one tensor, since the loop selects from them in each round."""
 
-    Attributes:
-        values: in one tensor, since the loop selects from them in each round: ``next``, then ``accept`` and ``draft``
-            of each offset. [B, 2K+1]
-    """
-
-    values: Tensor
+    values: Tensor  # ``next``, then ``accept`` and ``draft`` of each offset. [B, 2K+1]
 
     @classmethod
     def of(cls, draft: Tensor, accept: Tensor, next: Tensor) -> RoundUniforms:
@@ -115,9 +110,7 @@ class RoundUniforms:
 
     def select(self, rows: Tensor, k: int) -> RoundUniforms:
         """Select rows [B'], for rounds of at most ``k`` drafted tokens."""
-        num_columns = 2 * k + 1
-        values = self.values if num_columns == self.values.shape[1] else self.values[:, :num_columns]
-        return RoundUniforms(values.index_select(0, rows))
+        return RoundUniforms(self.values[:, : 2 * k + 1].index_select(0, rows))
 
     @property
     def arguments(self) -> tuple[Tensor | int | None, ...]:
@@ -216,13 +209,11 @@ class NoiseAhead:
 
     On the CPU the generator's cost is mostly call overhead: the noise of 256 rounds takes twice as long as that of one.
     Since it is a pure function of where a round begins, unused noise does no harm.
-
-    Args:
-        make: (seeds [B], round starts [B], K, V) -> noise with a method ``select``.
-        k: most tokens drafted in a round.
     """
 
     def __init__(self, make: Callable[[Tensor, Tensor, int, int], Any], k: int, vocab_size: int) -> None:
+        """``make`` maps seeds [B], round starts [B], K and V to noise with a method ``select``; a round drafts at most
+        ``k`` tokens."""
         self._make, self._k, self._vocab_size = make, k, vocab_size
         self._num_rows = self._num_left = 0  # rounds may still begin at this many positions after the last, at least
 
@@ -231,12 +222,8 @@ class NoiseAhead:
         self._num_left = 0
 
     def at(self, seeds: Tensor, lengths: Tensor, k: int) -> Any:
-        """Noise for a round of each row with at most ``k`` drafted tokens, which lengthens it by k + 1 at most.
-
-        Args:
-            seeds: [B]
-            lengths: at which the round begins. [B]
-        """
+        """Noise for a round of each row, of these seeds [B] and lengths at its beginning [B], with at most ``k``
+        drafted tokens, which lengthens the row by k + 1 at most."""
         num_rows = len(seeds)
         if self._num_left < 1 or self._num_rows != num_rows:
             num_starts = max(1, min(_MAX_STARTS_AHEAD, _MAX_COUNTERS_AHEAD // (num_rows * (self._k + 1))))

@@ -116,15 +116,8 @@ class Settings:
 
     def greedy(self) -> Settings:
         """A copy at temperature 0, where the filters change nothing."""
-        return replace(
-            self,
-            temperature=torch.zeros_like(self.temperature),
-            top_k=None,
-            top_p=None,
-            min_p=None,
-            has_greedy=True,
-            has_sampled=False,
-        )
+        zeros = torch.zeros_like(self.temperature)
+        return replace(self, temperature=zeros, top_k=None, top_p=None, min_p=None, has_greedy=True, has_sampled=False)
 
     def first(self, num_rows: int) -> Settings:
         if num_rows == len(self.temperature):
@@ -196,11 +189,8 @@ def one_hot(ids: Tensor, like: Tensor) -> Tensor:
 
 
 def change(logits: Tensor, settings: Settings, history: History = NO_HISTORY, allowed: Masked = None) -> Tensor:
-    """Logits after the options that change those of single tokens. The arguments are those of ``to_probs``.
-
-    Returns:
-        The logits themselves where nothing changes them, else [B, T, V] in the dtype of ``to_probs``.
-    """
+    """Logits after the options that change those of single tokens: the given ones where nothing changes them, else
+    [B, T, V] in the dtype of ``to_probs``, whose arguments these are."""
     x = logits if logits.dtype == torch.float64 else logits.to(torch.float32)
     if settings.logit_bias is not None:
         x = x + settings.logit_bias[:, None]
@@ -263,12 +253,8 @@ def probs_of(
     vocab_size: int = 0,
 ) -> tuple[Probs, Tensor]:
     """Rows of probabilities for the loop, and whether each is a distribution: the logits are finite, and the options
-    leave a token. The arguments are those of ``to_probs``, which says what the rows are. [B, T, V], [B, T]
-
-    Args:
-        token_ids: the tokens of the logits, ascending, if those of others are unknown; None for all. D numbers
-        vocab_size: V, then.
-    """
+    leave a token. [B, T, V], [B, T] The arguments are those of ``to_probs``, which says what the rows are. If the
+    logits are those of D tokens alone, ``token_ids`` are these, ascending, and ``vocab_size`` is V."""
     buffers = None if logits.dtype == torch.float64 else settings.candidates
     if token_ids is not None:
         assert logits.shape[-1] == len(token_ids)

@@ -92,11 +92,8 @@ def residual(target_rows: Tensor, draft_rows: Tensor) -> Tensor:
 
 
 def rejection(target_probs: Tensor, draft: Draft, noise: RoundUniforms) -> Verdict:
-    """Accept each token with probability min(1, p/q); at the first rejection draw from the residual.
-
-    Args:
-        target_probs: p, at the K drafted positions and the one after. [B, K+1, V]
-    """
+    """Accept each token with probability min(1, p/q); at the first rejection draw from the residual. ``target_probs``
+    are p, at the K drafted positions and the one after. [B, K+1, V]"""
     draft_probs = _draft_probs(target_probs, draft)
     p_x, q_x = _normalised_at(target_probs[:, :-1], draft.ids), _normalised_at(draft_probs, draft.ids)
     accept = noise.accept[:, : draft.ids.shape[1]]
@@ -122,11 +119,8 @@ def block(target_probs: Tensor, draft: Draft, noise: RoundUniforms) -> Verdict:
 
     With w_0 = 1, w_i = min(1, w_{i-1} p(x_i)/q(x_i)) and R_i = sum_v (w_i p_i(v) - q_i(v))+, where p_i and q_i are the
     rows after i drafted tokens, prefix i passes with probability R_i / (R_i + 1 - w_i), the full draft with w_n. The
-    longest prefix that passes is accepted, and the next token is drawn from (w_i p_i - q_i)+.
-
-    Args:
-        target_probs: p, at the K drafted positions and the one after. [B, K+1, V]
-    """
+    longest prefix that passes is accepted, and the next token is drawn from (w_i p_i - q_i)+. The arguments are those
+    of ``rejection``."""
     draft_probs = _draft_probs(target_probs, draft)
     k = draft.ids.shape[1]
     p_sums, q_sums = wide_sum(target_probs), wide_sum(draft_probs)

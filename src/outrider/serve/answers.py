@@ -35,25 +35,19 @@ _DEEPEST_SPLIT = 4  # the logprobs of a choice in the list of choices, and their
 
 @dataclass(eq=False)
 class Answer(ABC):
-    """A request, ready for the engine thread, and then its answer.
-
-    Attributes:
-        prompt_ids, prompt_texts: of each prompt; texts with ``echo`` alone.
-        jobs: one per choice, ``n`` per prompt in turn; none if only the prompt is requested.
-        scored: tokens of each prompt but the first, if their log-probabilities are requested.
-    """
+    """A request, ready for the engine thread, and then its answer."""
 
     ask: ParsedRequest
-    prompt_ids: list[list[int]]
-    prompt_texts: list[str]
-    jobs: list[RequestState]
+    prompt_ids: list[list[int]]  # of each prompt
+    prompt_texts: list[str]  # of each prompt, with ``echo`` alone
+    jobs: list[RequestState]  # one per choice, ``n`` per prompt in turn; none if only the prompt is requested
     tokens: TokenTexts
     new_parser: Callable[[RequestState], OutputParser]
     tool_format: ToolFormat | None
     served: ServedModel
     splits_thoughts: bool
     ticket: Ticket = field(init=False)
-    scored: list[list[ScoredToken]] = field(init=False)
+    scored: list[list[ScoredToken]] = field(init=False)  # tokens of each prompt but the first, if requested
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
 

@@ -37,24 +37,14 @@ class Strict(BaseModel):
 
 
 class Body(Strict):
-    """Body of a request.
+    """Body of a request."""
 
-    Attributes:
-        PROMPT: the field with the prompt.
-        NAMES: this body's fields for options of the library with other names.
-        ALSO_CALLED: other names of fields.
-        NOT_SERVED: known but unsupported fields.
-        IDLE: their values that request nothing.
-        WITHOUT_EFFECT: known fields without effect on the output.
-        sent: the fields as they were sent.
-    """
-
-    PROMPT: ClassVar[str] = "prompt"
-    NAMES: ClassVar[Mapping[str, str]] = {}
-    ALSO_CALLED: ClassVar[Mapping[str, Sequence[str]]] = {}
-    NOT_SERVED: ClassVar[frozenset[str]] = frozenset()
-    IDLE: ClassVar[Mapping[str, Sequence[Any]]] = {}
-    WITHOUT_EFFECT: ClassVar[frozenset[str]] = frozenset()
+    PROMPT: ClassVar[str] = "prompt"  # the field with the prompt
+    NAMES: ClassVar[Mapping[str, str]] = {}  # this body's fields for options of the library with other names
+    ALSO_CALLED: ClassVar[Mapping[str, Sequence[str]]] = {}  # other names of fields
+    NOT_SERVED: ClassVar[frozenset[str]] = frozenset()  # known but unsupported fields
+    IDLE: ClassVar[Mapping[str, Sequence[Any]]] = {}  # values of unsupported fields that request nothing
+    WITHOUT_EFFECT: ClassVar[frozenset[str]] = frozenset()  # known fields without effect on the output
 
     model: str | None = None
     _sent: Mapping[str, Any] = PrivateAttr()
@@ -84,6 +74,7 @@ class Body(Strict):
 
     @property
     def sent(self) -> Mapping[str, Any]:
+        """The fields as they were sent."""
         return self._sent
 
     def name_of(self, option: str) -> str:

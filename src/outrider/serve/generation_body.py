@@ -34,22 +34,15 @@ _KINDS = {"json_schema": "json", "regex": "regex", "ebnf": "grammar", "grammar":
 
 @dataclass(frozen=True, slots=True)
 class ParsedRequest:
-    """A generation request, checked as far as possible without the models.
-
-    Attributes:
-        max_tokens: None for the rest of the context; 0 for none, with ``echo``.
-        options: other fields of ``Sampling``.
-        structured_by: the field that constrains the output; ``options`` has the constraint in the library's form.
-        is_left: set when the client has left.
-    """
+    """A generation request, checked as far as possible without the models."""
 
     body: GenerationBody
     prompts: Sequence[Prompt]
-    max_tokens: int | None
-    options: Mapping[str, Any]
-    structured_by: str | None = None
+    max_tokens: int | None  # None for the rest of the context; 0 for none, with ``echo``
+    options: Mapping[str, Any]  # other fields of ``Sampling``, the constraint included
+    structured_by: str | None = None  # the field of the body that constrains the output
     tools: ToolUse | None = None
-    is_left: Event = field(default_factory=Event)
+    is_left: Event = field(default_factory=Event)  # set when the client has left
 
     def check_open(self) -> None:
         """Raises Refusal: the client has left, and nobody waits for the rest."""
@@ -75,9 +68,6 @@ class ParsedRequest:
                 return Refusal(f"the schemas of the tools are not accepted: {error.remedy}", param="tools")
             error = OptionError(self.structured_by, error.value, error.remedy)
         return self.body.refusal_of(error)
-
-
-# Types of fields
 
 
 def _whole(value: Any) -> Any:

@@ -42,62 +42,42 @@ _Step = TypeVar("_Step")
 
 @dataclass(frozen=True, slots=True)
 class ServerOptions:
-    """Server options.
+    """Server options."""
 
-    Attributes:
-        num_slots: sequences generated concurrently.
-        context_len: maximum tokens of a sequence, prompt included.
-        max_queue: maximum sequences waiting for a slot.
-        max_per_client: maximum sequences per client, running or waiting; None is three quarters of all.
-        max_connections: maximum open connections; requests beyond it get 503.
-        has_priority_across_clients: a request's ``priority`` is compared across clients.
-        queue_timeout_s: maximum wait for a first slot.
-        api_keys: accepted API keys; without any, no key is needed.
-        shutdown_timeout_s: how long running sequences may continue after a signal.
-        tool_parser: the format of the model's calls: see ``tool_format_of``.
-        reasoning_parser: the format of its thoughts: see ``thinking_of``.
-        shared_prompts: system prompts, or beginnings of texts, that all clients share in the cache.
-    """
-
-    num_slots: int = 8
-    context_len: int = 8192
-    max_queue: int = 256
-    max_per_client: int | None = None
-    max_connections: int = 1024
-    has_priority_across_clients: bool = False
-    queue_timeout_s: float = 600.0
-    api_keys: tuple[str, ...] = ()
-    shutdown_timeout_s: float = 30.0
-    tool_parser: str = "auto"
-    reasoning_parser: str = "auto"
-    shared_prompts: tuple[str, ...] = ()
+    num_slots: int = 8  # sequences generated concurrently
+    context_len: int = 8192  # maximum tokens of a sequence, prompt included
+    max_queue: int = 256  # maximum sequences waiting for a slot
+    max_per_client: int | None = None  # maximum sequences, running or waiting; None is three quarters of all
+    max_connections: int = 1024  # maximum open connections; requests beyond it get 503
+    has_priority_across_clients: bool = False  # a request's ``priority`` is compared across clients
+    queue_timeout_s: float = 600.0  # maximum wait for a first slot
+    api_keys: tuple[str, ...] = ()  # accepted API keys; without any, no key is needed
+    shutdown_timeout_s: float = 30.0  # how long running sequences may continue after a signal
+    tool_parser: str = "auto"  # the format of the model's calls: see ``tool_format_of``
+    reasoning_parser: str = "auto"  # the format of the model's thoughts: see ``thinking_of``
+    shared_prompts: tuple[str, ...] = ()  # system prompts, or beginnings of texts, that all clients share in the cache
 
 
 class ServedModel:
-    """Takes requests and delivers chunks. Call all methods from the event loop.
+    """Takes requests and delivers chunks. Call all methods from the event loop."""
 
-    Attributes:
-        names: the model's names for clients, at least one; responses use the first.
-        decoder, capacity, schedule, fingerprint: set once the model is loaded; the decoder's models have names for
-            clients.
-        error: the reason of a failure.
-    """
-
+    _on_failure: Callable[[], None]
+    # Set once the model is loaded; the decoder's models have names for clients:
     decoder: Decoder
     capacity: int
     schedule: Schedule
     fingerprint: str
     _own_name: str
-    _on_failure: Callable[[], None]
 
     def __init__(self, names: Sequence[str], load: LoadDecoder, options: ServerOptions) -> None:
-        """``load`` loads the decoder, in the thread that will own it."""
+        """``load`` loads the decoder, in the thread that will own it. Clients know the model by at least one of the
+        ``names``; responses use the first."""
         self.names, self._options, self._load = tuple(names), options, load
         self.session = AsyncSession(self._open_on_thread, watch=self._watch, fail=self._fail)
         most_rows = options.num_slots + options.max_queue
         self.admission = Admission(most_rows, options.max_per_client, self.session.tickets, self._retry_after_s)
         self.metrics = Metrics(lambda: self.load, lambda: self.admission.unread().total(), self.names[0])
-        self.error: BaseException | None = None
+        self.error: BaseException | None = None  # the reason of a failure
         self._engine: engine.Engine | None = None
 
     def start(self, on_ready: Callable[[], None], on_failure: Callable[[], None]) -> None:

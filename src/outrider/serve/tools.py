@@ -66,10 +66,6 @@ class Tool(Part):
         tool._described = {"type": "function", "function": described}
         return tool
 
-    @property
-    def described(self) -> Mapping[str, Any]:
-        return self._described
-
     def arguments(self, *, is_forced: bool) -> Mapping[str, Any]:
         """The schema that its arguments must match."""
         if not (self.strict or is_forced):
@@ -116,19 +112,12 @@ ToolChoice = Literal["none", "auto", "required"] | Choice | None
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """Tools of a request.
+    """Tools of a request."""
 
-    Attributes:
-        all: described to the model.
-        callable: those that may be called.
-        is_forced: at least one must be called.
-        is_parallel: several calls are allowed.
-    """
-
-    all: Sequence[Tool]
-    callable: Sequence[Tool]
-    is_forced: bool
-    is_parallel: bool
+    all: Sequence[Tool]  # described to the model
+    callable: Sequence[Tool]  # those that may be called
+    is_forced: bool  # at least one must be called
+    is_parallel: bool  # several calls are allowed
 
     @classmethod
     def of(cls, tools: Sequence[Tool], choice: ToolChoice, is_parallel: bool | None = None) -> Self | None:
@@ -180,4 +169,4 @@ class ToolUse:
 
 
 def descriptions_of(tools: ToolUse | None) -> list[Mapping[str, Any]]:
-    return [] if tools is None else [tool.described for tool in tools.all]
+    return [] if tools is None else [tool._described for tool in tools.all]
