@@ -31,18 +31,9 @@ FALSE_ALARM = 1e-6
 CAUGHT = 1e-9
 PROMPT = (0, 1, 2, 2, 0, 1)
 ALL_RULES = pytest.mark.parametrize("rule", RULES.values(), ids=lambda rule: rule.name)
-ALL_OPTIONS = {
-    "temperature": 1.25,
-    "top_k": 3,
-    "top_p": 0.875,
-    "min_p": 0.125,
-    "repetition_penalty": 1.25,
-    "presence_penalty": 0.5,
-    "frequency_penalty": 0.25,
-    "min_tokens": 3,
-    "stop_token_ids": (1,),
-    "logit_bias": {1: -1.0, 3: 0.5},
-}
+ALL_OPTIONS = {"temperature": 1.25, "top_k": 3, "top_p": 0.875, "min_p": 0.125, "repetition_penalty": 1.25}
+ALL_OPTIONS |= {"presence_penalty": 0.5, "frequency_penalty": 0.25, "min_tokens": 3, "stop_token_ids": (1,)}
+ALL_OPTIONS |= {"logit_bias": {1: -1.0, 3: 0.5}}
 
 # A toy on which noise keyed by position alone shows under `block`: the draft hardly ever says 0, which the target often
 # does, so that many drafts fall, and what fell has much to say on the tokens drafted next with the same numbers.

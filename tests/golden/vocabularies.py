@@ -34,13 +34,8 @@ PAGE = (
     "1000000000 10000 100",
 )
 _CONTROL, _USER_DEFINED, _UNUSED, _BYTE, _NORMAL, _UNKNOWN = 3, 4, 5, 6, 1, 2
-_WHOLE = {
-    "<|end|>": _CONTROL,
-    "<|endoftext|>": _CONTROL,
-    "<tool>": _USER_DEFINED,
-    "[PAD3]": _UNUSED,
-    "<|im_end|>": _NORMAL,
-}
+_WHOLE = {"<|end|>": _CONTROL, "<|endoftext|>": _CONTROL, "<tool>": _USER_DEFINED, "[PAD3]": _UNUSED}
+_WHOLE |= {"<|im_end|>": _NORMAL}
 _UNMERGED = ("kings", "Ġkings")  # tokens that no merges lead to
 
 

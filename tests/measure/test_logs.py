@@ -26,13 +26,8 @@ V = 50
 def _row(index: int = 0, **changes: Any) -> dict[str, Any]:
     model = {"name": "target", "vocab_size": V, "context_len": 64, "eos_ids": [5], "tokenizer": "abc"}
     settings = {"dtype": "auto", "draft": "none", "temperature": 0.5, "max_new_tokens": 3, "probs": True}
-    row = {
-        "index": index,
-        "prompt": "ü \u2028",
-        "prompt_ids": [1, 2],
-        "token_ids": [3, 4, index % V],
-        "seed": 7 + index,
-    }
+    row = {"index": index, "prompt": "ü \u2028", "prompt_ids": [1, 2], "token_ids": [3, 4, index % V]}
+    row |= {"seed": 7 + index}
     row |= {"finish_reason": "length", "probs": [0.5, 1e-30, 1 / 3], "model": model, "settings": settings}
     return row | changes
 

@@ -21,17 +21,8 @@ from toys import random_model
 
 pytestmark = pytest.mark.usefixtures("each_is_probed")
 WINDOW = 20
-SHAPE = {
-    "vocab_size": 60,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.3,
-    "sliding_window": WINDOW,
-}
+SHAPE = {"vocab_size": 60, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+SHAPE |= {"num_key_value_heads": 2, "max_position_embeddings": 256, "initializer_range": 0.3, "sliding_window": WINDOW}
 
 
 def test_the_probe_finds_a_model_that_forgets_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:

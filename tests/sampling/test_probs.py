@@ -23,28 +23,12 @@ PREFIX = (3, 3, 17, 39, 0, 17, 17)
 NUM_PROMPT = 3
 
 # Values that float32 holds exactly, so that both sides compare with the same numbers.
-EDGES = {
-    "temperature": [0.0, 0.625, 2.0],
-    "top_k": [1, 7, V, 10 * V],
-    "top_p": [0.875, 0.25, 0.0009765625, 1e-9],
-    "min_p": [0.125, 1.0],
-    "repetition_penalty": [1.5, 0.75],
-    "presence_penalty": [1.5],
-    "frequency_penalty": [-0.75],
-    "min_tokens": [4, 5, 2**70],
-    "logit_bias": [{0: 2.5, 17: -math.inf, 5: -0.5}],
-}
-TOGETHER = {
-    "temperature": [0.0, 0.625, 2.0],
-    "top_k": [0, 5],
-    "top_p": [1.0, 0.75],
-    "min_p": [0.0, 0.125],
-    "repetition_penalty": [1.0, 1.5],
-    "presence_penalty": [0.0, 0.5],
-    "frequency_penalty": [0.0, 1.25],
-    "min_tokens": [0, 7],
-    "logit_bias": [None, {0: 2.5, 17: -math.inf}],
-}
+EDGES = {"temperature": [0.0, 0.625, 2.0], "top_k": [1, 7, V, 10 * V], "top_p": [0.875, 0.25, 0.0009765625, 1e-9]}
+EDGES |= {"min_p": [0.125, 1.0], "repetition_penalty": [1.5, 0.75], "presence_penalty": [1.5]}
+EDGES |= {"frequency_penalty": [-0.75], "min_tokens": [4, 5, 2**70], "logit_bias": [{0: 2.5, 17: -math.inf, 5: -0.5}]}
+TOGETHER = {"temperature": [0.0, 0.625, 2.0], "top_k": [0, 5], "top_p": [1.0, 0.75], "min_p": [0.0, 0.125]}
+TOGETHER |= {"repetition_penalty": [1.0, 1.5], "presence_penalty": [0.0, 0.5], "frequency_penalty": [0.0, 1.25]}
+TOGETHER |= {"min_tokens": [0, 7], "logit_bias": [None, {0: 2.5, 17: -math.inf}]}
 
 
 def _settings(rows: list[Sampling], vocab_size: int = V) -> Settings:

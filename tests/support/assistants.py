@@ -28,22 +28,11 @@ _KINDS = ("sliding_attention", "full_attention")
 
 def _config(vocab_size: int, size: int, layer_types: list[str], **options: Any) -> Gemma4TextConfig:
     """Head sizes and windows differ by type; a wrong window is seen."""
-    sizes: dict[str, Any] = {
-        "vocab_size": vocab_size,
-        "hidden_size": size,
-        "intermediate_size": size + 16,
-        "num_hidden_layers": len(layer_types),
-        "layer_types": layer_types,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "global_head_dim": 16,
-        "sliding_window": WINDOW,
-        "initializer_range": 0.3,
-        "max_position_embeddings": 256,
-        "hidden_size_per_layer_input": 0,
-        "vocab_size_per_layer_input": 0,
-    }
+    sizes: dict[str, Any] = {"vocab_size": vocab_size, "hidden_size": size, "intermediate_size": size + 16}
+    sizes |= {"num_hidden_layers": len(layer_types), "layer_types": layer_types, "num_attention_heads": 4}
+    sizes |= {"num_key_value_heads": 2, "head_dim": 8, "global_head_dim": 16, "sliding_window": WINDOW}
+    sizes |= {"initializer_range": 0.3, "max_position_embeddings": 256, "hidden_size_per_layer_input": 0}
+    sizes |= {"vocab_size_per_layer_input": 0}
     return Gemma4TextConfig(**sizes | options, bos_token_id=None, eos_token_id=None, pad_token_id=None)
 
 

@@ -38,11 +38,8 @@ def write_block(
     "zlab" or "speculators"; of ``token_ids`` of the target, or of all; ``layers`` are settings of layers."""
     config = target.config
     size, num = config.hidden_size, config.vocab_size
-    shapes: dict[str, tuple[int, ...]] = {
-        "fc.weight": (size, len(LAYERS) * size),
-        "hidden_norm.weight": (size,),
-        "norm.weight": (size,),
-    }
+    shapes: dict[str, tuple[int, ...]] = {"fc.weight": (size, len(LAYERS) * size), "hidden_norm.weight": (size,)}
+    shapes |= {"norm.weight": (size,)}
     shapes |= layer_shapes(config, num_layers, has_head_norms=True)
     if token_ids is not None:
         shapes["lm_head.weight"] = (len(token_ids), size)

@@ -38,14 +38,9 @@ _OF_ASSISTANT = CASES["gemma4, keys are values"]
 MTP = {"MTP": "qwen35, with a head", "MTP, experts": "qwen35moe"}  # in the files of these cases
 
 
-_LAYER = {f"self_attn.{part}_proj": f"attn_{part}" for part in "qkv"} | {
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "input_layernorm": "attn_norm",
-    "hidden_norm": "attn_norm_2",
-    "post_attention_layernorm": "ffn_norm",
-}
+_LAYER = {f"self_attn.{part}_proj": f"attn_{part}" for part in "qkv"} | {"self_attn.o_proj": "attn_output"}
+_LAYER |= {"self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm", "input_layernorm": "attn_norm"}
+_LAYER |= {"hidden_norm": "attn_norm_2", "post_attention_layernorm": "ffn_norm"}
 _LAYER |= {f"mlp.{part}_proj": f"ffn_{part}" for part in ("gate", "up", "down")}
 for _of, _short in (("attention_conv", "attn_conv"), ("mlp_conv", "ffn_conv")):
     _LAYER |= {f"{_of}.base_kernel": f"{_short}_base", f"{_of}.kernel_projection": f"{_short}_proj"}
@@ -80,14 +75,9 @@ def write_assistant_pair(folder: Path, *, window: int = 64, **keys: Any) -> tupl
     shapes = {name: tuple(one.shape) for name, one in assistant.state_dict().items() if name != "lm_head.weight"}
     assistant.load_state_dict(frozen_tensors(shapes, 5, 0.3), strict=False)
     assistant.save_pretrained(folder / "head")
-    stated = {
-        "nextn_predict_layers": 3,
-        "embedding_length_out": model.config.hidden_size,
-        "attention.shared_kv_layers": 3,
-        "attention.sliding_window": window,
-        "attention.sliding_window_pattern": [True, True, False],
-        "attention.head_count_kv": [2, 2, 1],
-    }
+    stated = {"nextn_predict_layers": 3, "embedding_length_out": model.config.hidden_size}
+    stated |= {"attention.shared_kv_layers": 3, "attention.sliding_window": window}
+    stated |= {"attention.sliding_window_pattern": [True, True, False], "attention.head_count_kv": [2, 2, 1]}
     own = replace(case, architecture="gemma4-assistant", keys=case.keys | stated)
     target = write_case(folder / "target.gguf", case, model)
     return target, write_case(folder / "head.gguf", own, assistant, **keys)

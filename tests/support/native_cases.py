@@ -17,14 +17,8 @@ from outrider.runtime.transformers_forward import TransformersForward
 
 VOCAB = 99
 CONTEXT = 640
-SIZES: Fields = {
-    "vocab_size": VOCAB,
-    "hidden_size": 40,
-    "intermediate_size": 80,
-    "num_hidden_layers": 3,
-    "max_position_embeddings": CONTEXT,
-    "pad_token_id": 0,
-}
+SIZES: Fields = {"vocab_size": VOCAB, "hidden_size": 40, "intermediate_size": 80, "num_hidden_layers": 3}
+SIZES |= {"max_position_embeddings": CONTEXT, "pad_token_id": 0}
 # By family and name, "plain" for the first. Files of very many layers show sizes of published models alone.
 CASES: dict[str, dict[str, Fields]] = {}
 for _name, _case in FILES.items():
