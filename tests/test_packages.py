@@ -34,10 +34,6 @@ LAYER_OF = {name: layer for layer, names in enumerate(LAYERS) for name in names.
 PACKAGE_FILES = {".".join(path.relative_to(SRC).with_suffix("").parts) for path in SRC.glob("*/**/__init__.py")}
 
 
-def _modules() -> dict[str, Path]:
-    return {".".join(path.relative_to(SRC).with_suffix("").parts): path for path in sorted(SRC.rglob("*.py"))}
-
-
 def _imported(tree: ast.AST, modules: dict[str, Path]) -> Iterator[str]:
     """The modules of this package that are imported anywhere in the code, for type checkers too."""
 
@@ -62,7 +58,7 @@ def _package(name: str) -> str:
 
 def test_imports_go_neither_up_nor_in_circles() -> None:
     """Neither of modules nor of packages. Known mistakes are for certificates alone. Package files hold a docstring."""
-    modules = _modules()
+    modules = {".".join(path.relative_to(SRC).with_suffix("").parts): path for path in sorted(SRC.rglob("*.py"))}
     graph = {name: set(_imported(ast.parse(path.read_text()), modules)) for name, path in modules.items()}
     packages: dict[str, set[str]] = {package: set() for package in LAYER_OF}
     for name, found in graph.items():

@@ -90,7 +90,7 @@ def generating(folder: Path, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])
-def test_killed_processes(
+def test_a_process_that_is_killed_ends_the_job(
     generating: subprocess.Popen[str], rank: str, folder: Path, tmp_path: Path, outrider: Outrider
 ) -> None:
     """With one clear line, and whole lines in the output: those of one process."""

@@ -125,7 +125,7 @@ NEVER_READS_A_MODEL = [
 
 
 @pytest.mark.parametrize(("words", "message"), NEVER_READS_A_MODEL, ids=[words for words, _ in NEVER_READS_A_MODEL])
-def test_checks_before_loading(
+def test_commands_check_options_before_loading(
     outrider: Outrider, folder: Path, monkeypatch: pytest.MonkeyPatch, words: str, message: str
 ) -> None:
     """An empty key is none. Nothing is written."""

@@ -42,7 +42,7 @@ def nothing_is_there(compiled: bytes, tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(kernel_library, "build", lambda command, level, path: path.write_bytes(compiled))
 
 
-def test_an_installed_library(
+def test_an_installed_library_needs_no_compiler(
     compiled: bytes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     kernel_build.INSTALLED.mkdir()

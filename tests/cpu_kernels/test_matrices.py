@@ -97,7 +97,7 @@ def test_products_near_float64(name: str, num_rows: int, width: int, number: int
     number=st.integers(1, 40),
     **_SIZES,
 )
-def test_rounded_rows(
+def test_products_of_rounded_rows(
     name: str, num_rows: int, num_blocks: int, num_digits: int, number: int, num_threads: int, seed: int
 ) -> None:
     stored, wide = _matrix(name, number, num_blocks, seed)

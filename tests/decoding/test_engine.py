@@ -123,7 +123,7 @@ def test_paused_texts(rule: Rule, drafter: Drafter | None, lookahead: int, monke
     ],
 )
 def test_waiting(num_slots: int, clients: str, is_across: bool, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Is that until a row has generated some tokens; not until a text ends."""
+    """The wait of a client is that until a row has generated some tokens; not until a text ends."""
     monkeypatch.setattr(scheduler, "LEAST_GENERATED", 12)
     target, _ = llama_pair()
     queue: FairQueue[Row] = FairQueue(has_priority_across_clients=is_across)

@@ -185,7 +185,7 @@ def _native_pairs(family: str, folder: Path) -> tuple[LM, list[Drafter]]:
 
 
 @pytest.mark.parametrize("family", _MODELS)
-def test_any_schedule_natively(
+def test_any_schedule_on_the_native_engine(
     family: str, tmp_path: Path, pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Texts are those of plain decoding, each alone. At random are arrivals and cancellations, clients, whose rows are

@@ -60,7 +60,7 @@ def written(
     ],
 )
 def test_greedy_rounds_are_equal(lengths: dict[str, int], rule: str, more: dict[str, float], has_model: bool) -> None:
-    """For every K, to the ends of texts, limits and contexts. Penalties count tokens before a draft's window too."""
+    """To those of the loop, for every K, to limits and contexts. Penalties count tokens before a draft's window."""
     target, drafter = llama_pair(**lengths)
     chosen: Drafter = drafter if has_model else ngram_drafter()
     options = {"temperature": 0.0, "max_new_tokens": 30, **more}

@@ -254,7 +254,7 @@ def test_a_file_of_which_no_expert_is_chosen(name: str, tmp_path: Path) -> None:
         ("qwen3_moe", "plain", {"num_experts_per_tok": -1}, "num_experts_per_tok = -1"),
     ],
 )
-def test_configurations_that_no_model_has(
+def test_a_configuration_with_a_number_that_no_model_has(
     family: str, name: str, fields: dict[str, Any], reason: str, tmp_path: Path
 ) -> None:
     with pytest.raises(OutriderError, match=reason) as found:
