@@ -45,8 +45,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def _execution(request: pytest.FixtureRequest) -> Iterator[None]:
-    """How the steps of the toys are run. Modules, and what a session shares, stay to its end, so that the garbage
-    collector need not go through them, which takes it half a second each time."""
+    """How the steps of the toys are run. What a session shares, the garbage collector need not go through."""
     import toys
 
     gc.collect()
@@ -58,8 +57,7 @@ def _execution(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def _probed_once() -> Iterator[None]:
-    """A model is probed when it is first loaded with a configuration and types of weights, and not again with other
-    numbers in the weights: that takes most of the time of a test that generates a few tokens."""
+    """Most of the time of a test that generates a few tokens goes to the probe: once for a configuration and types."""
     from outrider.models import executions
     from outrider.models.probe import probe
 
@@ -101,8 +99,7 @@ def each_is_probed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def _own_cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """The kernels are kept away from the user's. The workers of a run share them. (Files appear there whole, whoever is
-    the first to write them.)"""
+    """The kernels are kept away from the user's. The workers of a run share them."""
     folder = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         folder = folder.parent  # each worker has a folder of its own in it

@@ -35,8 +35,7 @@ def parts(one: Completion | list[Chunk]) -> tuple[Any, ...]:
 
 @pytest.mark.parametrize("acceptance", RULES)
 def test_streams_are_what_generate_gathers(acceptance: str) -> None:
-    """Row by row. A round is some accepted tokens and then a correction, or a bonus if all that was drafted stood;
-    pieces are the text by origin. Joined with the prompt the text is that of all tokens."""
+    """A round is accepted tokens, then a correction or a bonus; joined with the prompt, pieces are the text."""
     decoder = embedded()
     options: dict[str, Any] = {"seed": [1, 2, 3], "max_new_tokens": [4, 40, 30], "acceptance": acceptance}
     chunks = list(decoder.stream_many(PROMPTS, **options))
@@ -67,8 +66,7 @@ def test_streams_are_what_generate_gathers(acceptance: str) -> None:
 
 
 def test_every_row_has_its_own_options() -> None:
-    """In float64 a row of a batch says what it says alone, with the log-probabilities of the raw logits: those of
-    Hugging Face's own forward. One value is for all rows, and a list of strings under ``stop`` is one value."""
+    """In float64 a row of a batch says what it says alone, with the log-probabilities of Hugging Face's own forward."""
     decoder = embedded("float64")
     options: dict[str, list[Any]] = {
         "seed": [11, 12, 13],
@@ -110,8 +108,7 @@ def test_every_row_has_its_own_options() -> None:
 
 
 def test_stop_tokens_end_a_row() -> None:
-    """With that token, which has no text, for the reason "stop"; an end token of the model keeps its own reason. One
-    list of ids is for all rows, a list of lists has one for each."""
+    """For the reason "stop"; an end token of the model keeps its own. One list of ids is for all rows."""
     decoder = embedded("float32", "gumbel")
     options: dict[str, Any] = {"seed": 6, "max_new_tokens": 14, "ignore_eos": True}
     (full,) = decoder.generate(PROMPT, **options)
@@ -130,8 +127,7 @@ def test_stop_tokens_end_a_row() -> None:
 
 @pytest.mark.parametrize(("acceptance", "k"), [("rejection", 1), ("block", 4), ("gumbel", 4)])
 def test_a_row_has_its_least_number_of_tokens(acceptance: str, k: int) -> None:
-    """Though the end token is all but certain, and under ``ignore_eos`` it is forbidden too. A limit ends a text in any
-    case; what leaves no token at all is refused."""
+    """Though the end is all but certain. A limit ends a text in any case; what leaves no token is refused."""
     decoder = embedded()
     (eos,) = decoder.eos_ids
     certain: dict[str, Any] = {"logit_bias": {eos: 1e6}, "acceptance": acceptance, "num_draft_tokens": k, "seed": 1}

@@ -1,7 +1,4 @@
-"""`model.generate` with `custom_generate=outrider.assisted(...)` gives what `model.generate` gives.
-
-Sequences, scores and logits, greedy and sampled, in batches with padding.
-"""
+"""`model.generate` with `custom_generate=outrider.assisted(...)` gives what `model.generate` gives, padded too."""
 
 import copy
 import gc

@@ -20,7 +20,6 @@ ARCHITECTURE = DOCS / "internals" / "architecture.md"
 
 
 def _anchors(page: Path) -> set[str]:
-    """GitHub's anchors of a page's headings."""
     text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
     headings = (
         re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading) for heading in re.findall(r"^#+ (.+)$", text, re.MULTILINE)

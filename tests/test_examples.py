@@ -1,5 +1,4 @@
-"""Examples and notebooks run with the embedded pair. Those whose packages are not installed are skipped; .ci/examples
-installs them."""
+"""Examples and notebooks run with the embedded pair, or are skipped without their packages (.ci/examples)."""
 
 import os
 import re
@@ -23,7 +22,6 @@ GRADIO = "import gradio_demo as g; *_, last = g.story('Once', 0.7, 1); print(las
 
 
 def run(*arguments: str, python: str = sys.executable) -> str:
-    """Standard output of an example in a process of its own."""
     environment = os.environ | {"GRADIO_ANALYTICS_ENABLED": "False"}
     command = [python, *arguments]
     done = subprocess.run(command, cwd=EXAMPLES, env=environment, capture_output=True, text=True, timeout=300)
@@ -97,7 +95,6 @@ def test_fastapi_and_the_plugin_of_llm(monkeypatch: pytest.MonkeyPatch, tmp_path
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    """A server of the embedded pair."""
     command = [sys.executable, "-m", "outrider", "serve", "--port", "0", "-k", "2"]
     server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     assert server.stderr is not None

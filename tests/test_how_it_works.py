@@ -1,10 +1,7 @@
-"""The table of wrong ways in docs/how-it-works/proofs.md, by simulation.
-
-Three tokens, the same p and q at every position, two drafted tokens; one round under the rule, then sampling from p.
-Total variation is between the law of the first two tokens and the target's. With 200,000 texts its estimate has a
-standard deviation below 0.0012 and is too large by less than 0.003, so a deviation of 0.01 from the exact value comes
-by chance less than once in a million times.
-"""
+"""The table of wrong ways in docs/how-it-works/proofs.md, by simulation: three tokens, the same p and q everywhere, two
+drafted tokens; one round, then sampling from p. Total variation is of the first two tokens. With 200,000 texts its
+estimate has a standard deviation below 0.0012 and is too large by less than 0.003: a deviation of 0.01 from the exact
+value comes by chance less than once in a million times."""
 
 import dataclasses
 from collections.abc import Callable

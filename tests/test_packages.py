@@ -34,10 +34,6 @@ LAYER_OF = {name: layer for layer, names in enumerate(LAYERS) for name in names.
 PACKAGE_FILES = {".".join(path.relative_to(SRC).with_suffix("").parts) for path in SRC.glob("*/**/__init__.py")}
 
 
-def _modules() -> dict[str, Path]:
-    return {".".join(path.relative_to(SRC).with_suffix("").parts): path for path in sorted(SRC.rglob("*.py"))}
-
-
 def _imported(tree: ast.AST, modules: dict[str, Path]) -> Iterator[str]:
     """The modules of this package that are imported anywhere in the code, for type checkers too."""
 
@@ -61,9 +57,8 @@ def _package(name: str) -> str:
 
 
 def test_imports_go_neither_up_nor_in_circles() -> None:
-    """Neither of modules nor of packages. Running a model knows no kernels, and known mistakes are for certificates
-    alone: no option of the decoder leads to them. Package files hold a docstring and nothing else."""
-    modules = _modules()
+    """Neither of modules nor of packages. Known mistakes are for certificates alone. Package files hold a docstring."""
+    modules = {".".join(path.relative_to(SRC).with_suffix("").parts): path for path in sorted(SRC.rglob("*.py"))}
     graph = {name: set(_imported(ast.parse(path.read_text()), modules)) for name, path in modules.items()}
     packages: dict[str, set[str]] = {package: set() for package in LAYER_OF}
     for name, found in graph.items():
@@ -84,8 +79,7 @@ def test_imports_go_neither_up_nor_in_circles() -> None:
 
 
 def test_the_command_line_starts_without_torch() -> None:
-    """What is imported at the top is clean all the way down, in every command, and so is all help; that of the program
-    imports no command."""
+    """What is imported at the top is clean all the way down, and so is all help; the program's imports no command."""
     code = """
 import sys, outrider.records
 from outrider.cli.app import EXAMPLES, app

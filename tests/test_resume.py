@@ -10,8 +10,7 @@ from pairs import byte_level_tokenizer, embedded, random_llama
 
 
 def test_resumed_texts_equal_uncut() -> None:
-    """Wherever it is, also within a stop string, whose part before the cut was held back. The tokens before it are
-    output to penalties and to limits."""
+    """Wherever it is, also within a stop string. The tokens before it are output to penalties and to limits."""
     decoder, prompt = embedded("float64"), "Once upon a time"
     (eos,) = decoder.eos_ids
     options: dict[str, Any] = {"seed": 3, "max_new_tokens": 24, "temperature": 0.9}

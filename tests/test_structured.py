@@ -32,7 +32,6 @@ _SLOW_SCHEMA = {"type": "string", "allOf": [{"pattern": f".*a{i}.*b{i}.*"} for i
 
 
 def test_every_text_matches() -> None:
-    """And ends by itself, with an end token; the regular expression and the grammar as wholes."""
     decoder = embedded("float64")
     options = {"max_new_tokens": 250, "seed": list(range(4))}
     texts = decoder.generate([PROMPT] * 4, json_schema=SCHEMA, **options)
@@ -125,8 +124,6 @@ def test_a_drafts_fault_ends_no_text() -> None:  # a rejected draft reaches a li
     assert len(rows[1].token_ids) == 100  # type: ignore[union-attr]
 
 
-# Constraints are read first by a process with limits.
-
 _SLOW = LLMatcher.grammar_from_json_schema(json.dumps(_SLOW_SCHEMA))
 _QUICK = grammar_from("regex", "\u00e9")
 
@@ -150,8 +147,7 @@ def test_each_limit_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_fault_of_the_machine_is_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a system has no limits, as Windows, or refuses that of memory, as macOS, grammars can be read all the
-    same."""
+    """Where a system has no limits, or refuses that of memory, grammars can be read all the same."""
     for name, value in (
         ("_MOST_CHECK_S", 0.0),  # as where the processor time does not pass
         ("_PROGRAM", "import os; print(1, flush=True); os.kill(os.getpid(), 9)"),  # as by a lack of memory

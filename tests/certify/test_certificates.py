@@ -86,9 +86,8 @@ def _design(job: CertifyTask, num_tokens: int, num_pilot: int = 256) -> Design:
 
 
 def test_wrong_loops_fail_certificates() -> None:
-    """By as many tokens as a certificate would have, or fewer; a cache that keeps rejected tokens is caught above.
-    Shared random numbers show in pairs of tokens alone: each token's own law is right on average over the text before
-    it, so that no other test alarms (level: 1e-6)."""
+    """Shared random numbers show in pairs of tokens alone: each token's own law is right on average over the text
+    before it, so that no other test alarms (level: 1e-6)."""
     job = _job(llama_pair())
     design = _design(job, 2500)
     pairs = {"reused": ("rank-by-round-before", "rank-by-distance"), "neighbour": ("rank-by-sequence",)}
@@ -106,8 +105,7 @@ def test_wrong_loops_fail_certificates() -> None:
     [(40, 200, 0.05), pytest.param(1000, 1000, 0.01, marks=pytest.mark.slow)],
 )
 def test_false_alarms_are_as_rare_as_stated(num_certificates: int, num_tokens: int, level: float) -> None:
-    """Certificates one after the other, of one long row of tokens. More alarms than the bound come with a probability
-    under 1e-6."""
+    """One after the other, of one long row of tokens. More alarms than the bound have a probability under 1e-6."""
     job = _job(table_pair(6), "block", level, batch_size=512, top_k=5)
     design = _design(job, num_tokens, 1024)
     whole = TokenSample(job).first(num_certificates * num_tokens)
@@ -119,8 +117,7 @@ def test_false_alarms_are_as_rare_as_stated(num_certificates: int, num_tokens: i
 
 
 def test_too_few_tokens_certify_nothing() -> None:
-    """A control is missed, and what was to be detectable is not; either leaves the certificate open, without an alarm.
-    The size that is asked for suffices."""
+    """A missed control, or a deviation beyond what is detectable, leaves it open, without an alarm."""
     certificate = _certificate(_job(table_pair(6), level=1e-6), 200, "reseeded", wanted=0.001)
     statistical = certificate.statistical
     assert statistical is not None and not statistical.is_alarm and not statistical.is_enough
@@ -143,7 +140,6 @@ def test_too_few_tokens_certify_nothing() -> None:
 
 
 def test_certificate_at_temperature_zero_is_exact() -> None:
-    """Mistakes write other texts than plain decoding."""
     job = _job(llama_pair(), temperature=0.0, batch_size=2)
     pilot = run_pilot(job)
     certificate = certify(job, pilot, 1000)

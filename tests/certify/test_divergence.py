@@ -51,8 +51,7 @@ def test_divergence_of_a_clear_token_is_a_bug() -> None:
     ],
 )
 def test_divergence_of_near_ties_is_numerics(margin: float, wobble: float, k: Any, verdict: str) -> None:
-    """Logits in float32, 1 + margin and 1: as near as their last bits, or as what blocks change of them. (Of a table,
-    and the change is made up: a model's forwards may round alike.)"""
+    """Logits in float32, 1 + margin and 1: as near as their last bits, or as what (made up) blocks change of them."""
     lm = table_lm(torch.tensor([[1.0 + margin, 1.0, -2.0]] * 3))
     right = lm.forward
     if k == "integers":

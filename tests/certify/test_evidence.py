@@ -1,8 +1,5 @@
-"""The tests of a certificate, on laws that are known exactly.
-
-Simulated: laws that depend on what came before (chains of five tokens, and a draft that agrees now and then). What is
-claimed: alarms are false at most as often as stated, and what is said to be detectable is detected.
-"""
+"""The tests of a certificate, simulated on laws that depend on what came before and are known exactly: alarms are false
+at most as often as stated, and what is said to be detectable is detected."""
 
 import math
 
@@ -71,8 +68,7 @@ def test_the_bound_of_the_mgf_is_one(points: list[float], theta: float) -> None:
 
 
 def test_wealth_is_a_valid_p_value() -> None:
-    """2,000 runs of 60 tokens, few enough for a normal approximation to fail. If P(p <= a) <= a, then more alarms than
-    the bounds below come with a probability under 1e-6."""
+    """2,000 runs of 60 tokens, too few for a normal approximation. If P(p <= a) <= a, more alarms: under 1e-6."""
     nothing = Increments(np.zeros(4), np.zeros((3, 4)), np.zeros(4), np.zeros(4))
     assert Bet(0.3).log_wealth(nothing) == pytest.approx(0)  # two accounts of 1/2 each
     judged = Judged(3, 2000, 60)

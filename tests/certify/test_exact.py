@@ -79,8 +79,7 @@ def test_numbers_used_in_two_rounds_show_in_two_rounds_alone() -> None:
 
 
 def test_noise_by_position_is_wrong_under_block_and_noise_by_round_under_gumbel() -> None:
-    """Under ``block`` a token depends on tokens drafted after it. ``rejection`` does not care, and ``gumbel`` must have
-    noise by position."""
+    """Under ``block`` a token depends on tokens drafted after it; ``rejection`` does not care."""
     assert two_rounds_gap(BLOCK_BY_POSITION) > 5e-4
     assert two_rounds_gap(dataclasses.replace(REJECTION, make_noise=BLOCK_BY_POSITION.make_noise)) < 1e-12
     assert noise_gap(GUMBEL.make_noise) == 0

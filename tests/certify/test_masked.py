@@ -60,8 +60,7 @@ def _unmasked(rows: Rows, k: int, draft: Draft) -> Draft:
 
 
 def test_a_right_loop_passes_and_a_mistake_alarms() -> None:
-    """4,000 tokens; false alarm: 1e-6. A forbidden token is detected and does not end the text: proposals of a look-up
-    are not masked, and here all are kept."""
+    """4,000 tokens; false alarm: 1e-6. Proposals of a look-up are not masked, and here all are kept."""
     design = Design.of(_observed(DRAFTER, REJECTION, 10**6, 30), 4000, LEVEL, len(PROMPTS))
     for drafter, rule, is_wrong in (
         (DRAFTER, BLOCK, False),

@@ -1,5 +1,4 @@
-"""What is observed of tokens: against rows worked out by hand, and at the edge of what filters leave. And the pairs of
-tokens that a mistake may give the same random numbers, by hand."""
+"""What is observed of tokens, against rows by hand, and at the edge of what filters leave; and pairs of tokens."""
 
 from typing import Any
 
@@ -65,8 +64,7 @@ def test_the_statistics_are_those_of_the_rows() -> None:
 
 
 def test_q_is_that_of_the_place_in_the_round() -> None:
-    """A drafter with one table for the first token of a round and another for the rest. At K = 2 the token at place 2
-    was not drafted, and counts as the first of a round."""
+    """A drafter with two tables. At K = 2 the token at place 2 was not drafted, and counts as a round's first."""
     tables = [random_table(6, seed) for seed in range(3)]
     target, drafter = table_lm(tables[0]), two_tables(*tables[1:])
     sampling = Sampling(temperature=0.7)

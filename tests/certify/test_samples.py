@@ -58,8 +58,7 @@ def test_right_texts_pass_and_the_report_says_what_was_looked_at() -> None:
 
 
 def test_reused_uniform_numbers_alarm() -> None:
-    """In the next round, or in the next text, since all have one seed. (Right texts are tested above.) And a wrong rule
-    is found out."""
+    """In the next round, or in the next text, since all have one seed. And a wrong rule is found out."""
     target, drafter = table_pair(6)
     assert _is_alarm(target, drafter, _written(target, drafter, 600, Sampling(max_new_tokens=20), rule=ARGMAX_DRAFTS))
     target, drafter = llama_pair()
@@ -96,7 +95,6 @@ def test_a_forbidden_token_is_seen_in_any_text() -> None:
 
 
 def test_each_text_is_held_against_its_own_options() -> None:
-    """With a draft and without one."""
     target, drafter = table_pair(6)
     hot, cold = Sampling(max_new_tokens=20), Sampling(temperature=0.6, top_k=3, max_new_tokens=20)
     texts = [_written(target, drafter, 200, options) for options in (hot, cold)]
@@ -107,8 +105,7 @@ def test_each_text_is_held_against_its_own_options() -> None:
 
 
 def test_false_alarms_are_as_rare_as_stated_where_texts_end_by_chance() -> None:
-    """40 files at a level of 5%, of 40 texts of some four tokens each, so that the number of tokens depends on what
-    they are. More alarms than the bound come with a probability under 1e-6."""
+    """40 files at a level of 5%, of 40 texts of some four tokens. More alarms than the bound: under 1e-6."""
     target, drafter = table_pair(6)
     found = 0
     whole = _written(target, drafter, 40 * 40, Sampling(max_new_tokens=12))

@@ -61,13 +61,11 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 
 @pytest.fixture
 def unloaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No model may be read."""
     monkeypatch.setattr(outrider.api, "load_checkpoint", lambda *_, **__: pytest.fail("a model was read"))
 
 
 @pytest.fixture
 def prompts(tmp_path: Path) -> Path:
-    """A file of two. (Modules that need others have a fixture of their own.)"""
     path = tmp_path / "prompts"
     path.write_text("The king\nThe fox and the hen\n")
     return path

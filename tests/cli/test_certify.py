@@ -19,9 +19,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(controls, "CONTROLS", controls.CONTROLS[1:4:2])
 
 
-def test_certify_repeats_with_a_seed(
-    outrider: Outrider, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_certify_repeats(outrider: Outrider, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """K is chosen as it goes: not by times here, so that there are drafts to judge wherever the test runs."""
     monkeypatch.setattr("outrider.decoding.schedule.Estimates.choose", lambda self, rows, num_rows: (4, 4))
     file, page = tmp_path / "certificate.json", tmp_path / "certificate.html"

@@ -78,7 +78,6 @@ def test_certify_samples_names_bad_lines(outrider: Outrider, tmp_path: Path) -> 
 
 
 def test_too_few_texts_are_inconclusive(outrider: Outrider, samples: Path, tmp_path: Path) -> None:
-    """A text that is left out is paid for in the level, also where all other samples have token ids."""
     rows = [row | {"token_ids": row["token_ids"][:3]} for row in _lines(samples)[:3]]
     ended = outrider("certify-samples", "fable", _write(tmp_path / "few", rows))
     assert ended.code == 3 and "INCONCLUSIVE: about " in ended.out and "CONSISTENT" not in ended.out

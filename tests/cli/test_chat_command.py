@@ -41,8 +41,7 @@ def test_chat_continues_the_text_of_a_base_model(outrider: Outrider) -> None:
 
 
 def test_a_chat_has_a_history_and_a_system_message(outrider: Outrider, tmp_path: Path) -> None:
-    """The second prompt holds the first answer, and finds it in the cache. Words that begin like commands are refused,
-    and texts that begin with a path are messages."""
+    """The second prompt finds the first answer in the cache. Words that begin like commands are refused."""
     folder = _instruct(tmp_path / "model")
     said = b"w1 w2 w3 w4 w5 w6 w7 w8 w9 w10\nw2\n/system w40\n/what\n/help\n/etc/hosts: w3\n"
     ended = outrider("chat", folder, "none", "--seed", 1, "-n", 4, "--system", "w30", stdin=said)
@@ -95,15 +94,13 @@ def test_ctrl_c_stops_an_answer(outrider: Outrider, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.slow
 def test_chat_in_a_terminal() -> None:
-    """Loading is told in a line that is removed. Accepted tokens are underlined, a pasted text is one message, Ctrl-D
-    ends."""
+    """Accepted tokens are underlined, a pasted text is one message, Ctrl-D ends."""
     master, slave = pty.openpty()
     command = [sys.executable, "-m", "outrider", "chat", "fable", "fable-draft", "--seed", "1", "-n", "20", "-k", "4"]
     environment = {**os.environ, "TERM": "xterm", "INPUTRC": os.devnull}
     seen = ""
 
     def until(pattern: str) -> re.Match[str]:
-        """Wait for a pattern in the new text."""
         nonlocal seen
         end_s = time.monotonic() + 300  # until a test that hangs is given up
         while (match := re.search(pattern, seen)) is None:

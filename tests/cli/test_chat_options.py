@@ -36,8 +36,7 @@ def written(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.mark.parametrize("command", [("generate", "-n", 2), ("plan", "-n", 4, "-k", 1)])
 def test_prompts_become_chats(outrider: Outrider, tmp_path: Path, written: list[str], command: tuple[Any, ...]) -> None:
-    """Texts by ``--chat``, which other options imply; messages, whose contents may be parts, without it; and a row's
-    own options stand."""
+    """Texts by ``--chat``, which other options imply; messages without it; and a row's own options stand."""
     prompts = tmp_path / "prompts.jsonl"
     parts = [{"role": "user", "content": [{"type": "text", "text": "Hello"}]}, ROW["messages"][1]]
     continued = {"messages": parts, "continue_final_message": True}

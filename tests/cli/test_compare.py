@@ -49,8 +49,7 @@ def test_the_race_the_verdict_the_document_and_the_page(outrider: Outrider, tmp_
 
 
 def test_compare_reports_equal_bytes(outrider: Outrider, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last line says so, of the texts that differ from each other, or how many texts differ, and where, and why;
-    the document has their SHA-256."""
+    """The last line says so, or how many texts differ, where and why; the document has their SHA-256."""
     words = "compare", "--target", "fable", PROMPT, *QUICK, "--acceptance", "gumbel", "--json", "-"
     ended = outrider(*words)
     assert ended.err.endswith(" times as fast, same bytes (2 texts, sha256 equal)\n")
@@ -70,8 +69,7 @@ def test_compare_reports_equal_bytes(outrider: Outrider, monkeypatch: pytest.Mon
 
 
 def test_compare_races_default_arms(outrider: Outrider, tmp_path: Path) -> None:
-    """The embedded pair on a built-in text; a model for chats on a task, in its template, with the draft that auto
-    chooses, of which a line tells."""
+    """The embedded pair on a built-in text; a model for chats on a task, with the draft that auto chooses."""
     quick, to = ("-n", 4, "--num-runs", 1, "--json", tmp_path / "a.json"), tmp_path / "a.json"
     ended = outrider("compare", *quick)
     options = json.loads(to.read_text())["options"]
@@ -87,8 +85,7 @@ def test_compare_races_default_arms(outrider: Outrider, tmp_path: Path) -> None:
 
 
 def test_on_a_terminal_arms_race_in_panels(outrider: Outrider, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Each has a panel with its text, within the height of the terminal. Ctrl-C shows the cursor again, and the panels
-    stay."""
+    """Within the height of the terminal. Ctrl-C shows the cursor again, and the panels stay."""
     file = io.StringIO()
     console = Console(file=file, force_terminal=True, width=66, height=12, highlight=False, _environ={})
     monkeypatch.setattr("outrider.cli.shared.options.console_for", lambda *_, **__: console)

@@ -1,8 +1,5 @@
-"""Samples from servers: the APIs of several, as they answer, and what goes wrong.
-
-The answers are those of the servers themselves, cut to the fields that matter: llama.cpp's of xllamacpp 2026.10.11549,
-llama-cpp-python 0.3.36, Transformers 5.24; vLLM's follows its vllm/entrypoints/openai/completion/protocol.py.
-"""
+"""Samples from servers, as they answer, cut to the fields that matter: llama.cpp's of xllamacpp 2026.10.11549,
+llama-cpp-python 0.3.36, Transformers 5.24; vLLM's follows its vllm/entrypoints/openai/completion/protocol.py."""
 
 import json
 import time
@@ -114,11 +111,7 @@ def test_endpoints_receive_chats(serve: Callable[[Handler], None]) -> None:
     usage = {"completion_tokens": 1}
     serve(_handler("outrider", sent, lambda body: {"choices": [choice], "usage": usage}))
     one = _open(prompt=chat)
-    for num_tokens, finish, is_whole in (
-        (2, "stop", True),
-        (2, "length", False),
-        (3, "stop", False),
-    ):
+    for num_tokens, finish, is_whole in ((2, "stop", True), (2, "length", False), (3, "stop", False)):
         usage["completion_tokens"], choice["finish_reason"] = num_tokens, finish
         assert ("token_ids" in one.sample(chat, seed=1)) is is_whole
     with pytest.raises(OptionError, match="no token ids of whole answers"):  # a thought is apart

@@ -22,7 +22,6 @@ FILES = {
 
 
 def _values(script: Path) -> dict[str, str]:
-    """The options of a script's last command, and their values."""
     words = shlex.split(script.read_text().replace("\\\n", "").splitlines()[-1])
     return {a: b for a, b in zip(words, words[1:], strict=False) if a.startswith("-")}
 

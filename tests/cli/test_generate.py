@@ -23,7 +23,6 @@ SHORT = ("-n", "10", "--seed", "1")
 
 
 def said(prompt: str = PROMPT, **options: Any) -> str:
-    """The library's answer to the same prompt."""
     return embedded().generate(prompt, **{"max_new_tokens": 10, "seed": 1} | options)[0].text
 
 
@@ -182,9 +181,7 @@ def test_verified_bytes(outrider: Outrider, monkeypatch: pytest.MonkeyPatch) -> 
     assert len(only_document(ended.out, "generate")["same_bytes"]["differences"]) == 1
 
 
-def test_a_model_is_verified_by_the_code_of_transformers(
-    outrider: Outrider, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_verified_by_code_of_transformers(outrider: Outrider, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A GGUF file, whose plan is right; then one that is run by a wrong plan."""
     files = [write_case(tmp_path / f"{name}.gguf", CASES["llama"]) for name in ("right", "wrong", "eager")]
     words = "-n", 2, "--draft", "none", "--verify-model"

@@ -1,9 +1,6 @@
-"""The blocks of code of all pages are run (with ``-m slow``), or at least parsed.
-
-Those after a comment, which readers do not see, ``<!-- not run: REASON -->`` are only parsed. Commands of ``outrider``
-run in this process; curl and clients get a real server. A block of ``text`` right after one that is run shows its
-output: every line of it was written, in this order. Numbers stand for any number.
-"""
+"""The blocks of code of all pages are run (with ``-m slow``), or at least parsed, as those after a comment, which
+readers do not see, ``<!-- not run: REASON -->``. Commands of ``outrider`` run in this process; curl and clients get a
+real server. A block of ``text`` after one that is run shows lines of its output, in order, with any numbers."""
 
 import ast
 import json
@@ -96,7 +93,6 @@ def commands_of(code: str) -> list[list[str]]:
 
 
 def check_options(rest: list[str]) -> None:
-    """Every option of a command exists, and has a value where it needs one."""
     command = command_of("")
     context = command.make_context("outrider", [], resilient_parsing=True)
     while hasattr(command, "commands") and rest and not rest[0].startswith("-"):
@@ -106,7 +102,6 @@ def check_options(rest: list[str]) -> None:
 
 
 def check(block: Block) -> None:
-    """A block can be parsed."""
     if block.language == "bash":
         for command in commands_of(block.code):
             if "outrider" in command:  # whatever starts it
@@ -130,7 +125,6 @@ def test_blocks_can_be_parsed(page: Path) -> None:
 
 @pytest.fixture
 def url() -> Iterator[Callable[[], str]]:
-    """Starts a server of the embedded pair when it is first asked for."""
     with ExitStack() as stack:
 
         @cache

@@ -29,8 +29,7 @@ def _made_up_times(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_table_the_document_and_the_answer(outrider: Outrider, prompts: Path, tmp_path: Path) -> None:
-    """A draft that costs as much as the target gains nothing, though it always agrees; no head is given more tokens
-    than it drafts."""
+    """A draft as dear as the target gains nothing, though it always agrees; heads draft within their limits."""
     drafts = "-k", "1,3", "--draft", "fable-draft", "--draft", "ngram"
     options = "-t", 0.5, "--top-k", 20, "--logit-bias", "5=-inf", "--acceptance", "gumbel", "--dtype", "float64"
     to = tmp_path / "plan.json"

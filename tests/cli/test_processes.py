@@ -48,7 +48,6 @@ def _generate(folder: Path, *more: object, target: str = "shared") -> list[objec
 
 
 def _ended(process: subprocess.Popen[str]) -> tuple[int, str, list[str]]:
-    """Exit code, output, and what the processes (not torch, nor torchrun's report) wrote to standard error."""
     out, err = process.communicate(timeout=_LIMIT_S)
     lines = err.split("Traceback (most recent call last):\n  File", 1)[0].splitlines()
     return process.returncode, out, [line for line in lines if _NOT_READ.match(line) is None]

@@ -37,8 +37,7 @@ def test_an_array_has_the_rows_of_json_lines(tmp_path: Path) -> None:
 
 
 def test_plain_lines_are_prompts(tmp_path: Path) -> None:
-    """Some begin with a bracket. Lines end at LF or CRLF, not at the other characters that Python takes for line ends,
-    which JSON may hold as they are. Fields of other projects are left alone."""
+    """Some begin with a bracket. Lines end at LF or CRLF, not at Python's other line ends."""
     for text in ("[INST] Hello [/INST]", "[1] A source.", f"[{'9' * 5000}]"):
         assert [one.prompt for one in read(tmp_path / "plain", f"{text}\nmore\n")] == [text, "more"]
     plain = read(tmp_path / "plain", "Once upon\x0ca time\r\nThere was")
@@ -68,8 +67,7 @@ OWN: list[tuple[dict[str, Any], dict[str, Any]]] = [  # options of a row in the 
 
 
 def test_options_of_rows_override_those_of_the_command(outrider: Outrider, tmp_path: Path) -> None:
-    """Each row is that of the library with the same options, and its settings say what they were. Changed options, and
-    changed names of rows, are another run."""
+    """Each row is that of the library with the same options. Changed options or names of rows are another run."""
     path, output = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
     rows = [{"prompt": "Once", **own} for own, _ in OWN]
     path.write_text(jsonl(rows[0] | {"id": {"a": [1, None]}, "category": "x"}, *rows[1:]))

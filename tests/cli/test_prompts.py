@@ -1,5 +1,4 @@
-"""``outrider generate --prompts``: many prompts from a file, runs that are continued, parts of a file, and the output
-file when things go wrong."""
+"""``outrider generate --prompts``: many prompts from a file, runs that are continued, and parts of a file."""
 
 import json
 import os
@@ -40,14 +39,12 @@ def texts_of(output: Path) -> list[str]:
 
 
 def said(prompts: list[str] = PROMPTS) -> list[str]:
-    """Prompt i with seed + i."""
     decoder = embedded("float64")
     return [decoder.generate(p, seed=20 + i, max_new_tokens=5)[0].text for i, p in enumerate(prompts)]
 
 
 def test_every_prompt_has_its_line(outrider: Outrider, prompts: Path, tmp_path: Path) -> None:
-    """With its own seed, on standard output or in a file; in float64 the same in every batch. The document has no rows
-    of a file: it is held in memory until the end. With ``--json -`` the lines go to standard error."""
+    """With its own seed; in float64 the same in every batch. With ``--json -`` the lines go to standard error."""
     arguments = ("generate", "--prompts", prompts, "--batch-size", 3, *OPTIONS)
     ended = outrider(*arguments)
     rows = rows_of(ended.out)
@@ -68,8 +65,7 @@ def test_every_prompt_has_its_line(outrider: Outrider, prompts: Path, tmp_path: 
 
 
 def test_runs_are_continued(outrider: Outrider, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After any lines, whole or half-written: in the end the file has the lines that an uninterrupted run writes, and
-    what was there is not generated again."""
+    """After any lines, whole or half-written: in the end the file has the lines of an uninterrupted run."""
     output = tmp_path / "out.jsonl"
     more = ("--logprobs", 1, "-t", 0.7, "--draft", "ngram", "--logit-bias", "5=-inf", "--batch-size", 2, "--stop", "e")
     arguments = ("generate", "--prompts", prompts, "--output", output, *OPTIONS, *more)
@@ -119,8 +115,7 @@ def test_the_output_of_another_run_is_left_alone(outrider: Outrider, prompts: Pa
 
 
 def test_other_files_and_those_with_zeros_are_left_alone(outrider: Outrider, prompts: Path, tmp_path: Path) -> None:
-    """Nor is a note without a newline the half-written line of a run. A loss of power can leave zeros before lines that
-    are whole: those are not thrown away."""
+    """A note without a newline, and whole lines after zeros, which a loss of power can leave, are not thrown away."""
     notes = tmp_path / "notes.txt"
     for content in ("\0\0some notes", "some notes\n", '{"index": 0}\n', "notes\nand no newline"):
         notes.write_text(content)
@@ -136,9 +131,7 @@ def test_other_files_and_those_with_zeros_are_left_alone(outrider: Outrider, pro
     assert output.read_bytes() == damaged
 
 
-def test_ctrl_c_keeps_what_is_done(
-    outrider: Outrider, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ctrl_c_keeps_lines(outrider: Outrider, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Exit code 130; started again, the run ends as if it had not been interrupted. What is not kept is not counted."""
     output, document = tmp_path / "out.jsonl", tmp_path / "out.json"
     arguments = ("generate", "--prompts", prompts, "--output", output, "--json", document, *OPTIONS)
@@ -199,8 +192,7 @@ def test_a_pipe_may_be_read_and_a_device_written(outrider: Outrider, prompts: Pa
 
 
 def test_a_prompt_that_fails_does_not_end_the_run(outrider: Outrider, tmp_path: Path) -> None:
-    """Its row says why, and the exit code says that not all is well; so it does when the run is started again, which
-    does not try once more. Commands that read such files find no text there."""
+    """The row says why, and the exit code that not all is well; also of the run started again, which tries no more."""
     folder, draft = broken_model(tmp_path / "broken"), save(tmp_path / "good", random_llama())
     prompts, output, document = tmp_path / "prompts.txt", tmp_path / "out.jsonl", tmp_path / "out.json"
     prompts.write_text("w1 w2\nw1 w2 w7\nw3 w4 w5 w6\nw7")
@@ -220,8 +212,7 @@ def test_a_prompt_that_fails_does_not_end_the_run(outrider: Outrider, tmp_path: 
 
 
 def test_shards_equal_an_unsharded_run(outrider: Outrider, tmp_path: Path) -> None:
-    """Each line as it is without shards. Their files, put together, are the file of the whole, and the whole run finds
-    nothing left to do. A shard does not continue the file of another; its own goes on, and so may the whole run."""
+    """Their files, put together, are the file of the whole. A shard does not continue the file of another."""
     prompts, whole, joined = (tmp_path / name for name in ("prompts.jsonl", "whole.jsonl", "joined.jsonl"))
     rows = [{"prompt": " ".join(["Once"] * (1 + 4 * i % 9)), "max_new_tokens": 1 + 3 * i % 4} for i in range(12)]
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -31,9 +31,6 @@ def test_errors_go_from_one_process_to_another() -> None:
         assert type(copy) is type(error) and str(copy) == str(error) and vars(copy) == vars(error)
 
 
-# With Ray itself: each test starts a cluster of two workers, which takes about ten seconds.
-
-
 def on_ray(prompts: Path, output: Path, *more: object) -> tuple[int, str]:
     """Exit code and standard error of the command in a process of its own: Ray starts threads and handles signals."""
     pytest.importorskip("ray", reason="needs the extra 'ray'")

@@ -1,6 +1,4 @@
-"""Mistakes on the command line: one line with the remedy, exit code 2, before the work, and nothing half-written.
-
-(Rows of files of prompts are in test_prompt_files.py.)"""
+"""Mistakes on the command line: one line with the remedy, exit code 2, and nothing half-written, before the work."""
 
 import re
 import socket

@@ -71,9 +71,7 @@ def test_a_sampled_log_needs_probabilities_and_for_gumbel_the_target(outrider: O
     assert a == b != c
 
 
-def test_printed_tensors_outputs_of_drafts_and_counts_are_read(
-    outrider: Outrider, prompts: Path, tmp_path: Path
-) -> None:
+def test_printed_tensors_outputs_of_drafts_and_counts(outrider: Outrider, prompts: Path, tmp_path: Path) -> None:
     """All are read like the log; rows that failed are left out."""
     tensors, counts = tmp_path / "target.txt", tmp_path / "rounds.txt"
     log = record(outrider, prompts, *GREEDY, "--ignore-eos")

@@ -27,7 +27,6 @@ def _fail(*_: object) -> None:
 
 @pytest.fixture(scope="module")
 def compiled() -> bytes:
-    """The library that the other tests use, installed or compiled at their beginning."""
     path = installed_path(levels_here()[0])
     if not path.is_file():
         kept = max(cache_folder("kernels").iterdir(), key=lambda path: path.stat().st_mtime_ns)
@@ -89,8 +88,7 @@ def test_library_without_a_compiler(
 
 
 def test_library_with_other_structures_fails(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """The compiler states sizes and places of fields; what the headers seem to say is compared to these. Or the system
-    refuses to load the library, the kept one and a new one, as with ``noexec``."""
+    """What the headers say is compared to the compiler's sizes. Or the system refuses to load, as with ``noexec``."""
 
     def refuse(path: str, *_: object) -> None:
         raise OSError(f"{path}: failed to map segment from shared object")
@@ -125,8 +123,7 @@ def test_another_openmp_is_refused(tmp_path: Path) -> None:
 def test_a_kernel_that_cannot_be_loaded_is_compiled_again(
     compiled: bytes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, is_damaged: bool
 ) -> None:
-    """A damaged one would end the process; another may need a library that has gone. A whole one is not. No OpenMP is
-    linked: a second one beside PyTorch's, or none where PyTorch's has another name, as in wheels."""
+    """A damaged one would end the process. No OpenMP is linked: a second one, or none, as in wheels."""
     assert b"omp.so" not in compiled and b"omp.dylib" not in compiled
     assert _load() is not None
     with monkeypatch.context() as patch:

@@ -1,6 +1,5 @@
-"""Matrices in every form that weights are stored in: numbers, with scales or without, blocks of GGUF files (whose
-numbers are those of the package ``gguf``), and groups of 4 bits. Products are those of the widened matrix, and so is
-all else that is done with a ``NarrowWeight``."""
+"""Matrices in every form that weights are stored in: numbers, blocks of GGUF files (as the package ``gguf`` reads
+them), groups of 4 bits. All that is done with a ``NarrowWeight`` is that of the widened matrix."""
 
 import copy
 import math
@@ -29,7 +28,6 @@ _EPSILON = 2.0**-24  # of float32, rounding to nearest
 
 
 def _matrix(name: str, number: int, num_blocks: int, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Bytes of blocks, and what they mean."""
     if name in _OF_GGUF:
         blocks = block_bytes((number, num_blocks * _BY_NAME[name].num_numbers), name, seed)
         return torch.from_numpy(blocks), torch.from_numpy(numbers_of(blocks, name))
@@ -49,7 +47,6 @@ def _numbers(number: int, width: int, dtype: torch.dtype, seed: int = 0) -> Tens
 
 
 def _weight(name: str, number: int, width: int, seed: int = 0) -> tuple[NarrowWeight, Tensor]:
-    """A weight of about this width, and what its numbers mean."""
     if name in _BY_NAME:
         stored, wide = _matrix(name, number, width, seed)
         return NarrowWeight.of_blocks(stored, _BY_NAME[name]), wide
@@ -74,9 +71,7 @@ _SIZES = {"num_threads": st.integers(1, 3), "seed": st.integers(0, 2**31)}
     number=st.integers(1, 140),
     **_SIZES,
 )
-def test_products_against_float64(
-    name: str, num_rows: int, width: int, number: int, num_threads: int, seed: int
-) -> None:
+def test_products_near_float64(name: str, num_rows: int, width: int, number: int, num_threads: int, seed: int) -> None:
     if name in _BY_NAME:
         rows, wide = _matrix(name, number, 1 + width // 15, seed)
         stored, form = NarrowWeight.of_blocks(rows, _BY_NAME[name]).stored, _BY_NAME[name].number
@@ -172,9 +167,7 @@ def test_row_copies_in_the_background() -> None:
     outlier=st.sampled_from([0.0, 1e-38, 1e-20, 1e4, 1e12, 1e30]),
     seed=st.integers(0, 2**31),
 )
-def test_rows_with_one_number_far_above_the_others(
-    num_rows: int, width: int, dtype: torch.dtype, outlier: float, seed: int
-) -> None:
+def test_rows_with_an_outlier(num_rows: int, width: int, dtype: torch.dtype, outlier: float, seed: int) -> None:
     x = torch.randn(num_rows, width, generator=torch.Generator().manual_seed(seed)) * min(1.0, outlier)
     x[:, seed % width] = outlier
     weights = _numbers(33, width, dtype, seed)
@@ -186,8 +179,7 @@ def test_rows_with_one_number_far_above_the_others(
 
 @pytest.mark.parametrize("dtype", WEIGHT_TYPES)
 def test_rows_of_plain_matrices(dtype: torch.dtype) -> None:
-    """Numbers that are not next to one another are copied; the copies live until the products are formed. Rows that are
-    not finite stay alone."""
+    """Numbers that are not next to one another are copied. Rows that are not finite stay alone."""
     x, weights = torch.randn(3000, 5), _numbers(2000, 301, dtype, 1)
     got = few_row_matmul(x.T[:, ::2][:, :301], weights[::3], WEIGHT_TYPES[dtype], 1)
     want = few_row_matmul(x.T[:, ::2][:, :301].clone(), weights[::3].clone(), WEIGHT_TYPES[dtype], 1)
@@ -237,8 +229,7 @@ def test_narrow_weight_equals_widened_matrix(name: str, is_inference: bool, monk
 
 
 def test_narrow_weight_passes_gradients() -> None:
-    """The kernel has none. And it cannot be written to, not even by loading: the numbers would go into a widened copy,
-    and be lost."""
+    """The kernel has none. And it cannot be written to: the numbers would go into a widened copy, and be lost."""
     x, (weight, plain) = torch.randn(3, 9, requires_grad=True), _weight("torch.bfloat16", 12, 9)
     functional.linear(x, weight).sum().backward()
     assert x.grad is not None

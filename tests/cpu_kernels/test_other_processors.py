@@ -40,8 +40,7 @@ _NOT_OPTIMIZED = {level: f"g++ -O0 {flags}" for level, flags in _LEVELS.items()}
 
 @pytest.mark.slow
 def test_the_kernels_on_other_processors(tmp_path: Path) -> None:
-    """A row or token alone, other numbers of threads, and other processors give equal bits; but for sums that round
-    twice."""
+    """A row alone, other threads, and other processors give equal bits; but for sums that round twice."""
     results = {}
     for level, command in _NOT_OPTIMIZED.items():
         if _missing(level, command) is None:
@@ -82,7 +81,6 @@ def test_the_kernels_by_other_compilers(level: str, tmp_path: Path) -> None:
 
 
 def _missing(level: str, command: str) -> str | None:
-    """What is missing here to run the kernels of this level by this compiler."""
     for needed in (command.split()[0], _EMULATORS.get(level, "")):
         if needed and shutil.which(needed) is None:
             return f"{needed} is not installed"
@@ -96,7 +94,6 @@ def _missing(level: str, command: str) -> str | None:
 
 
 def _is_known(command: str) -> bool:
-    """Whether this release of the compiler knows the processor, and has its libraries."""
     compiler, *flags = command.split()
     program = "#include <omp.h>\n#include <vector>\nint main() { return omp_get_thread_num(); }"
     tried = subprocess.run(

@@ -32,8 +32,7 @@ def _requests(prompts: Sequence[Sequence[int]], num_tokens: int = 16, **options:
 
 @ALL_RULES
 def test_max_new_tokens_is_never_exceeded(rule: Rule) -> None:
-    """Also where the draft is always right; the last round is not truncated, since no more is drafted than there is
-    room for."""
+    """Also where the draft is always right; the last round drafts no more than there is room for."""
     target, drafter = table_pair(8)
     drafters = drafter, model_drafter(target), ngram_drafter(), NO_DRAFTER
     for one, k, num_tokens in itertools.product(drafters, (1, 4), (1, 2, 3, 7)):
@@ -50,8 +49,7 @@ def test_max_new_tokens_is_never_exceeded(rule: Rule) -> None:
 
 @ALL_RULES
 def test_a_row_that_ended_stays_in_a_batch_of_fixed_width(rule: Rule, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The noise made ahead covers 64 tokens of a row. The last row goes ahead of the others by drafts that are always
-    right, and ends with the 64th: none was made for where it stays."""
+    """The noise made ahead covers 64 tokens. The last row ends with the 64th: none was made for where it stays."""
     monkeypatch.setattr(EagerExecution, "round_rows", lambda self, num_rows: power_of_two(num_rows))
     target, _ = table_pair(8)
     asked = [(request((1,), seed=i, max_new_tokens=64), 3 if i == 3 else 0) for i in range(4)]
@@ -62,8 +60,7 @@ def test_a_row_that_ended_stays_in_a_batch_of_fixed_width(rule: Rule, monkeypatc
 
 @ALL_RULES
 def test_rows_that_draft_beyond_their_end_give_a_prefix(rule: Rule) -> None:
-    """A smaller limit gives the beginning of what a larger one gives, in rows of different limits, with drafts that are
-    always right too; the context, beyond which is no room, shortens all alike. The control: shortened drafts do not."""
+    """Of what a larger limit gives; the context shortens all alike. The control: shortened drafts do not."""
 
     def outputs(target: LM, drafter: Drafter, limits: Sequence[int], beyond: bool = True) -> list[tuple[int, ...]]:
         asked = [
@@ -123,9 +120,6 @@ def test_logits_beyond_the_vocabulary_are_never_sampled() -> None:
     assert set(output) == set(range(6))
 
 
-# Stops.
-
-
 @pytest.mark.parametrize(("rule", "drafter_name"), [(REJECTION, "model"), (BLOCK, "itself"), (GUMBEL, "none")])
 def test_a_stop_acts_token_by_token(rule: Rule, drafter_name: str) -> None:
     """80 seeds: the row ends with the stop's token, which is asked once for every token and never for one after it;
@@ -155,8 +149,7 @@ def test_a_stop_acts_token_by_token(rule: Rule, drafter_name: str) -> None:
 
 
 def test_a_stop_at_the_last_token_of_a_round_truncates_nothing() -> None:
-    """A cycle of four tokens, drafted by itself: the stop falls on the bonus, or on an accepted token. It wins over the
-    limit, where the token that ends the row is the last one allowed."""
+    """A cycle of four tokens: the stop falls on the bonus, or on an accepted token. It wins over the limit."""
     table = torch.full((4, 4), -40.0, dtype=torch.float64)
     table[torch.arange(4), (torch.arange(4) + 1) % 4] = 40.0
     target = table_lm(table)
@@ -181,9 +174,6 @@ def test_stats_add() -> None:
     assert Stats().mean_acceptance_length is None and rows[3].draft_acceptance_rate is None
 
 
-# Bad numbers.
-
-
 def _bad_after(token_id: int, value: float, table_seed: int = 1) -> Tensor:
     """A random chain of 6 tokens whose logits after one of them are not to be sampled from."""
     table = random_table(6, table_seed)
@@ -194,8 +184,7 @@ def _bad_after(token_id: int, value: float, table_seed: int = 1) -> Tensor:
 @ALL_RULES
 def test_bad_logits_of_the_target_are_an_error_that_tells_where(rule: Rule) -> None:
     """Named: the model, the position that the logits were for, the prompt. For plain decoding that is the position
-    after the first 4 in any of the texts; with drafts, from 0 the chain goes 2, 1, 4, and all three are drafted. What
-    comes after 4 is for position 4; the draft is asked for it only if it drafts one more."""
+    after the first 4; with drafts the chain goes 2, 1, 4, all drafted, and what comes after 4 is for position 4."""
     target, good = table_lm(_bad_after(4, torch.inf), name="the big one"), table_lm(random_table(6, 1), name="small")
     requests = [request((1, 2), seed=seed, max_new_tokens=40) for seed in (0, 1)]
     ends = [2 + text.index(4) + 1 for text in tokens(good, NO_DRAFTER, requests, rule, 0)]
@@ -216,7 +205,6 @@ def test_bad_logits_of_the_target_are_an_error_that_tells_where(rule: Rule) -> N
 
 
 def _gives_nan_after(token_id: int) -> LM:
-    """A Llama that gives NaN after a token, and after all that attend to it."""
     model = tiny_llama(seed=1)
     model.get_input_embeddings().weight.data[token_id] = torch.nan
     return as_lm(model)
@@ -224,8 +212,7 @@ def _gives_nan_after(token_id: int) -> LM:
 
 @ALL_RULES
 def test_a_place_behind_a_rejected_token_ends_no_text(rule: Rule) -> None:
-    """The draft proposes a token that the target never takes, and gives NaN after. Plain decoding takes each text to
-    its limit, and so must speculation."""
+    """The draft proposes a token that the target never takes, and gives NaN after."""
     bad = _gives_nan_after(5)
     options = dict(max_new_tokens=12, logit_bias={5: -60.0})
     requests = [request((1, 2, 3), seed=seed, **options) for seed in range(6)]

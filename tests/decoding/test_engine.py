@@ -75,9 +75,7 @@ def test_a_prefix_is_shared_among_requests_of_one_client() -> None:
     [(REJECTION, None, 0), (GUMBEL, None, 2), (BLOCK, suffix_drafter(), 0)],
     ids=["model", "model, ahead", "suffix"],
 )
-def test_a_paused_text_is_the_same(
-    rule: Rule, drafter: Drafter | None, lookahead: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_paused_texts(rule: Rule, drafter: Drafter | None, lookahead: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A client with all slots gives up one after the other, until others have their share, and goes on later."""
     monkeypatch.setattr(scheduler, "LEAST_GENERATED", 6)
     paused, resume = list[int](), scheduler.Scheduler.resume
@@ -124,10 +122,8 @@ def test_a_paused_text_is_the_same(
         (4, "b", True, ""),  # priorities decide
     ],
 )
-def test_the_wait_of_a_client(
-    num_slots: int, clients: str, is_across: bool, expected: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Is that until a row has generated some tokens; not until a text ends."""
+def test_waiting(num_slots: int, clients: str, is_across: bool, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The wait of a client is that until a row has generated some tokens; not until a text ends."""
     monkeypatch.setattr(scheduler, "LEAST_GENERATED", 12)
     target, _ = llama_pair()
     queue: FairQueue[Row] = FairQueue(has_priority_across_clients=is_across)
@@ -163,7 +159,6 @@ def _too_large(*_: object, **__: object) -> Any:
 
 
 def _run(engine: Engine) -> tuple[dict[int, RowRound], dict[int, tuple[int, ...]]]:
-    """The last round and the text of each row, when all have ended."""
     last, texts = dict[int, RowRound](), dict[int, tuple[int, ...]]()
     while (round_ := engine.step()) is not None:
         for row in round_.rows:
@@ -197,8 +192,7 @@ def test_a_prompt_that_lacks_memory(k: int, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_round_that_lacks_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its longest row ends, and the round is tried again without it: constraints forget its draft. The slot keeps
-    nothing for the next row."""
+    """Its longest row ends, and the round is tried again without it. The slot keeps nothing for the next row."""
     target, draft = llama_pair()
 
     def asked() -> list[Request]:

@@ -1,5 +1,4 @@
-"""Models with states: what the loop generates with them is what Hugging Face's `generate` does, and what they generate
-alone."""
+"""Models with states generate what Hugging Face's `generate` does, and what they generate alone."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -29,14 +28,12 @@ PROMPTS = [(5, 9, 11, 3, 44), (1,), (7, 8) * 12, tuple(range(20, 41))]
 
 
 def _families(*quick: str) -> pytest.MarkDecorator:
-    """All families and these; the others are slow."""
     names = dict.fromkeys((*FAMILIES, *quick))
     marks = [pytest.param(one, marks=[] if one in quick else [pytest.mark.slow]) for one in names]
     return pytest.mark.parametrize("name", marks)
 
 
 def _pair(name: str) -> tuple[LM, Drafter]:
-    """A model with states, and itself with perturbed weights as the draft."""
     model = hybrid(name)
     return hybrid_lm(model), model_drafter(hybrid_lm(perturbed(model, 0.03), "draft"))
 
@@ -121,8 +118,7 @@ def test_inputs_of_convolutions_need_no_anchor() -> None:
 
 @torch.inference_mode()
 def _distance(lm: LM) -> float:
-    """How far the logits of ragged blocks are from one full forward, relative to the largest. Each block is fed with
-    other tokens first, which are rejected."""
+    """How far the logits of ragged blocks, after rejected ones, are from one full forward, relative to the largest."""
     ids = torch.randint(V, (3, 70), generator=torch.Generator().manual_seed(0))
     full = lm.model(input_ids=ids, use_cache=False).logits
     cache, distance = lm.new_cache(3, 70), 0.0
@@ -157,8 +153,7 @@ def test_ragged_blocks_equal_one_full_forward(name: str) -> None:
 
 
 def test_a_state_that_keeps_rejected_tokens_shows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The controls: every state stays; and with fewer places of inputs, rejected tokens are written over what a
-    convolution still sees."""
+    """The controls: every state stays; and rejected tokens are written over what a convolution still sees."""
     lm = hybrid_lm(hybrid("qwen3_5_text"))
     settle = SlotCache.settle
     with monkeypatch.context() as patch:
@@ -169,13 +164,9 @@ def test_a_state_that_keeps_rejected_tokens_shows(monkeypatch: pytest.MonkeyPatc
     assert _distance(hybrid_lm(hybrid("lfm2"))) > 1e-2
 
 
-# Numbers that are not finite.
-
-
 @_families("qwen3_5_text", "zaya")
 def test_a_place_does_not_depend_on_later_tokens(name: str) -> None:
-    """Scans work through chunks of tokens, by products in which later tokens are masked by zeros: 0 times NaN is NaN.
-    Tokens that replace the rejected ones are not spoilt either, nor is another row."""
+    """Scans mask later tokens of a chunk by zeros: 0 times NaN is NaN. Nor are replaced tokens or other rows spoilt."""
     lms = [hybrid_lm(hybrid(name)) for _ in range(2)]
     lms[0].model.get_input_embeddings().weight.data[5] = torch.nan  # probed before, as there is nothing to compare now
     caches = [lm.new_cache(2, 64) for lm in lms]

@@ -32,8 +32,7 @@ def texts(decoder: Decoder, prompts: list[dict[str, Any]], **options: Any) -> li
 
 @pytest.mark.parametrize("name", KINDS)
 def test_text_is_that_of_generate(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a draft, all at once; and plain, one after the other in a slot that was used; resumed. The control: without
-    the offset of later positions the text is another one."""
+    """With a draft, all at once; plain, one after the other in a used slot; resumed. The control has no offset."""
     model = multimodal(name)
     # Two have the same tokens and different images.
     prompts = [with_image(name, BEFORE, AFTER, seed=1), TEXT, with_image(name, BEFORE, AFTER, seed=2)]

@@ -126,9 +126,8 @@ def _hybrid_pair() -> tuple[LM, Drafter]:
 def test_each_request_is_written_as_if_it_were_alone(
     rule: Rule, make_pair: Callable[[], tuple[LM, Drafter]], drafter: Drafter | None, lookahead: int
 ) -> None:
-    """Random arrivals and cancellations, two seeds of 14 requests. Texts that were cancelled are the beginning of
-    the text alone. On the way prompts wait, are fed in chunks, are found in caches, and rows are moved down. A slot may
-    change hands before its last round is read, where rounds are started ahead."""
+    """Random arrivals and cancellations, two seeds of 14 requests. Texts that were cancelled are the beginning of the
+    text alone. Prompts wait, are fed in chunks, are found in caches, and rows are moved down."""
     target, by_model = make_pair()
     target.execution.lookahead = lookahead
     drafter = drafter or by_model
@@ -189,10 +188,8 @@ def _native_pairs(family: str, folder: Path) -> tuple[LM, list[Drafter]]:
 def test_any_schedule_on_the_native_engine(
     family: str, tmp_path: Path, pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Texts are those of plain decoding, each alone: greedy under any rule, sampled under ``gumbel``. At random are
-    arrivals and cancellations, clients, whose rows are paused for others, prompts and prefixes that they share, the
-    number of slots and the size of chunks, K from round to round and of a row, options, threads, and, schedule by
-    schedule in turn, the draft."""
+    """Texts are those of plain decoding, each alone. At random are arrivals and cancellations, clients, whose rows are
+    paused for others, prefixes that they share, numbers of slots, sizes of chunks, and K."""
     monkeypatch.setattr(scheduler, "LEAST_GENERATED", 3)
     target, drafters = _native_pairs(family, tmp_path)
     texts: list[tuple[int, ...]] = []
@@ -248,8 +245,7 @@ def test_rows_with_a_constant_k_do_not_depend_on_the_load() -> None:
 
 
 def test_a_prompt_is_found_in_the_slot_that_remembers_it() -> None:
-    """A conversation goes on: only its new part is fed. Another text in between does not take its place, since the
-    slot that was used least recently is given up first."""
+    """Only the new part of a conversation is fed. Another text takes the slot that was used least recently."""
     target, drafter = llama_pair()
     engine = _engine(target, drafter, REJECTION, num_slots=3)
 
@@ -274,8 +270,7 @@ def test_a_prompt_is_found_in_the_slot_that_remembers_it() -> None:
 
 @pytest.mark.parametrize("make_pair", [llama_pair, _hybrid_pair], ids=["llama", "hybrid"])
 def test_numbers_that_are_not_finite_end_one_row_only(make_pair: Callable[[], Any]) -> None:
-    """Its neighbours go on, and so does the next text in its slot, where NaN was left in both caches, or states; no
-    prefix of the row is found there."""
+    """So does the next text in its slot, where NaN was left in caches and states; no prefix is found there."""
     target, drafter = make_pair()
     bad = target.vocab_size - 1
     for lm in (target, drafter.lm):
@@ -311,8 +306,7 @@ def test_prompts_do_not_hold_up_the_rows_that_generate() -> None:
 @pytest.mark.parametrize("make_pair", [llama_pair, _hybrid_pair], ids=["llama", "hybrid"])
 @pytest.mark.parametrize("lookahead", [0, 2])
 def test_a_cancelled_row_leaves_what_it_has_read_and_no_nan(make_pair: Callable[[], Any], lookahead: int) -> None:
-    """It is cancelled in the middle of its prompt, whose beginning stays for the same prompt and for a shorter one; or
-    while it generates, with NaN in its slot. The next text is as if it were alone."""
+    """In its prompt, whose beginning stays, or while it generates, with NaN. The next text is as if alone."""
     target, drafter = make_pair()
     target.execution.lookahead = lookahead
     bad = target.vocab_size - 1

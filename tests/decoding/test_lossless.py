@@ -1,11 +1,7 @@
-"""Lossless, by the loop as it is: a thousand seeds, and a chi-square test of what they said against the exact law.
-
-The law is the target's alone, by Hugging Face's processors (reference.py); what the draft does must not show. Rules are
-enumerated in tests/sampling, and what every drafter draws in tests/drafters/test_contract.py; this sees the loop that
-joins them. The same test finds out every wrong rule of outrider.certify.controls. (By the non-central chi-square law of
-what 2,000 seeds showed, 1,000 miss one of them with a probability of 1e-5 at most. Noise keyed by position alone shows
-with p = 5e-5 in 2,000 seeds, 8e-19 in 4,000: its toy is tested with so many.)
-"""
+"""Lossless, by the loop as it is: a thousand seeds, and a chi-square test of what they said against the exact law, that
+of the target alone (reference.py). Every wrong rule of outrider.certify.controls is found. (By the non-central
+chi-square law of what 2,000 seeds showed, 1,000 miss one of them with a probability of 1e-5 at most. Noise keyed by
+position alone shows with p = 5e-5 in 2,000 seeds, 8e-19 in 4,000: its toy is tested with so many.)"""
 
 import dataclasses
 import itertools
@@ -35,18 +31,9 @@ FALSE_ALARM = 1e-6
 CAUGHT = 1e-9
 PROMPT = (0, 1, 2, 2, 0, 1)
 ALL_RULES = pytest.mark.parametrize("rule", RULES.values(), ids=lambda rule: rule.name)
-ALL_OPTIONS = {
-    "temperature": 1.25,
-    "top_k": 3,
-    "top_p": 0.875,
-    "min_p": 0.125,
-    "repetition_penalty": 1.25,
-    "presence_penalty": 0.5,
-    "frequency_penalty": 0.25,
-    "min_tokens": 3,
-    "stop_token_ids": (1,),
-    "logit_bias": {1: -1.0, 3: 0.5},
-}
+ALL_OPTIONS = {"temperature": 1.25, "top_k": 3, "top_p": 0.875, "min_p": 0.125, "repetition_penalty": 1.25}
+ALL_OPTIONS |= {"presence_penalty": 0.5, "frequency_penalty": 0.25, "min_tokens": 3, "stop_token_ids": (1,)}
+ALL_OPTIONS |= {"logit_bias": {1: -1.0, 3: 0.5}}
 
 # A toy on which noise keyed by position alone shows under `block`: the draft hardly ever says 0, which the target often
 # does, so that many drafts fall, and what fell has much to say on the tokens drafted next with the same numbers.
@@ -94,8 +81,7 @@ def test_the_output_follows_the_targets_law(rule: Rule) -> None:
 
 @pytest.mark.parametrize("name", [*WRONG_RULES, "drop-unlikely"])
 def test_wrong_rules_break_the_output_law(name: str) -> None:
-    """By as many seeds as the right rules are tested with, but for noise keyed by position. A right rule cannot help
-    where the drafter shows only those drafts that its model was sure of."""
+    """By as many seeds as the right rules are tested with, but for noise keyed by position."""
     rule = WRONG_RULES.get(name, REJECTION)
     is_by_position = rule is BLOCK_BY_POSITION
     toy = POSITION_TOY if is_by_position else SLIP_TOY
@@ -123,7 +109,6 @@ OPTIONS = [
 
 @pytest.fixture(scope="module")
 def pair(_execution: None) -> tuple[LM, Drafter]:
-    """A target and a draft that agrees with it now and then, in float64."""
     return llama_pair()
 
 
@@ -159,8 +144,7 @@ def _resumed(one: Request, output: tuple[int, ...]) -> Request:
 @pytest.mark.each_execution
 @ALL_RULES
 def test_cut_at_the_end_of_a_round_and_resumed_equals_uncut(pair: tuple[LM, Drafter], rule: Rule) -> None:
-    """Prompt and output so far as the new prompt, the same seed; under ``gumbel`` after every token, with another K and
-    another drafter."""
+    """With the same seed; under ``gumbel`` after every token, with another K and another drafter."""
     target, drafter = pair
     for one in _requests(PROMPTS):
         (uncut,) = run(target, drafter, [one], rule, 3)
@@ -173,7 +157,6 @@ def test_cut_at_the_end_of_a_round_and_resumed_equals_uncut(pair: tuple[LM, Draf
 
 @pytest.mark.each_execution
 def test_a_stream_closed_early_leaves_the_models_usable(pair: tuple[LM, Drafter]) -> None:
-    """The next one is as if the other had never been; one that is left lying about can still be finished."""
     target, drafter = pair
     requests = _requests(PROMPTS)
     expected = run(target, drafter, requests, BLOCK, 4)

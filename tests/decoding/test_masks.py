@@ -136,8 +136,7 @@ NUM_HOOKED = 4
 @pytest.mark.parametrize("k", [1, 2])
 @BY_UNIFORMS
 def test_the_law_is_the_targets_with_the_hook(rule: Rule, k: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By enumeration, to 1e-12, of a hook that depends on all tokens so far. The control: with its biases at the first
-    place at all places the law is another one."""
+    """To 1e-12, of a hook that depends on all tokens so far. The control: its biases at the first place, everywhere."""
 
     def hook(ids: list[int]) -> torch.Tensor:
         total = sum((i + 1) * token for i, token in enumerate(ids))

@@ -1,5 +1,4 @@
-"""Adaptive K: near the best constant K from the first tokens on, and little lost with useless drafts. Times are made
-up: no verdict depends on the machine."""
+"""Adaptive K: near the best constant K from the first tokens on, and little lost with useless drafts."""
 
 import math
 import random
@@ -85,7 +84,6 @@ class World:
         return AdaptiveSchedule(Estimates(KS, self.share))
 
     def rate(self, schedule: Schedule, seed: int, begin: int, end: int) -> float:
-        """Tokens per second from the begin-th to the end-th token."""
         done, num_tokens, seconds = 0, 0, 0.0
         for _, num, round_s in self.rounds(schedule, seed):
             if done >= begin:
@@ -96,7 +94,6 @@ class World:
         raise AssertionError
 
     def ratio(self, begin: int, end: int, num_runs: int) -> float:
-        """Mean rate over that of the best constant K, in the same tokens."""
 
         def mean(make: Callable[[], Schedule]) -> float:
             return fmean(self.rate(make(), seed, begin, end) for seed in range(num_runs))
@@ -136,8 +133,7 @@ def test_drafts_that_become_useful_and_useless() -> None:
 
 
 def test_schedule_on_a_busy_machine() -> None:
-    """Other K are tried while its pace changes threefold, and 5% of the rounds are held up. Each would be 3 times too
-    dear by its time alone."""
+    """Other K are tried while its pace changes threefold, and 5% of the rounds are held up."""
     for pace in (lambda number: 3.0 if number // 50 % 2 else 1.0, lambda number: math.exp(math.sin(number / 40))):
         world = World(*COSTS["middling"], lambda _: 0.5, pace=pace, spread=0.2, held_up=0.05)
         assert world.ratio(200, 4_000, 2) > 0.85
@@ -145,8 +141,7 @@ def test_schedule_on_a_busy_machine() -> None:
 
 @pytest.mark.parametrize("loads", [({"num_rows": 8}, {}), ({}, {"length": 9000})], ids=["rows", "length"])
 def test_each_load_has_its_own_k(loads: tuple[dict[str, int], dict[str, int]]) -> None:
-    """The first is dear and the second cheap, as with more rows, and with a draft that reads a window beside a short
-    sequence. They come in turn, and each has its estimates from its first round on."""
+    """One is dear and one is cheap. They come in turn, and each has its estimates from its first round on."""
     estimates = Estimates(KS, 0.5)
     costs = ({k: 10.0 * (1 + more * k) for k in KS} for more in (1.5, 0.05))
     worlds = [World(0.5, one, lambda _: 0.8, **load) for one, load in zip(costs, loads, strict=True)]
@@ -162,8 +157,7 @@ def _row(index: int = 0, num_draft_tokens: int | None = None) -> Row:
 
 
 def test_rows_with_a_constant_k_are_learned_from() -> None:
-    """Though there is nothing to choose for them. A row near its end drafts fewer tokens than K: neither was the
-    drafter at a loss, nor was a token rejected."""
+    """A row near its end drafts fewer tokens than K: neither was the drafter at a loss, nor was a token rejected."""
     estimates = Estimates((0, 2, 4), 0.05)
     schedule = AdaptiveSchedule(estimates)
     for _ in range(40):
@@ -180,8 +174,7 @@ def test_rows_with_a_constant_k_are_learned_from() -> None:
 
 @pytest.mark.each_execution
 def test_schedule_skips_times_of_unusual_rounds() -> None:
-    """Those with a prefill, the first ones of another K, and the last one, which may have to wait for a round too
-    many."""
+    """With a prefill, the first of another K, and the last one, which may wait for a round too many."""
     target, drafter = llama_pair()
     schedule, learned = InTurn(0, 3, 3, 3, 0, 0), list[RoundOutcome]()
     schedule.learn = learned.append  # type: ignore[method-assign]

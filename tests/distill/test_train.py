@@ -102,8 +102,7 @@ def test_a_run_goes_on_with_more_steps_and_refuses_a_damaged_checkpoint(tmp_path
 
 
 def test_training_stops_early_and_keeps_the_best_draft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rate that throws the weights about: alpha gets worse, and the weights of the beginning stay. It also ends by
-    the clock, here one that advances by a second at every look."""
+    """A rate that throws the weights about: the weights of the beginning stay. It also ends by a (made-up) clock."""
     monkeypatch.setattr(train, "_rate", lambda spent: 1.0)
     how: dict[str, Any] = {"num_steps": 100, "learning_rate": 30.0, "patience": 3}
     checks = run(tmp_path, **how)
@@ -125,11 +124,7 @@ def test_another_run_is_left_alone_and_bad_options_are_refused(tmp_path: Path) -
     random_llama().save_pretrained(tmp_path / "model")
     with pytest.raises(FileError, match="already holds a model"):
         check_same_run(tmp_path / "model", {})
-    for name, options in (
-        ("steps", {"num_steps": None}),
-        ("steps", {"seconds": 1.0}),
-        ("loss", {"loss": "mse"}),
-    ):
+    for name, options in (("steps", {"num_steps": None}), ("steps", {"seconds": 1.0}), ("loss", {"loss": "mse"})):
         with pytest.raises(OptionError, match=f"{name} = "):
             Recipe(**{"num_steps": 5} | options)
 
@@ -156,8 +151,7 @@ def test_losses_by_hand() -> None:
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_loss_is_zero_for_equal_distributions_alone(name: str) -> None:
-    """Row by row; a constant added to the logits changes nothing; logits that underflow to probability zero on one side
-    or the other give numbers, with numbers for gradients."""
+    """Row by row; a constant added to the logits changes nothing; logits that underflow to zero give numbers."""
     generator = torch.Generator().manual_seed(0)
     p, q = torch.randn(2, 4, 5, 11, dtype=torch.float64, generator=generator)
     value = LOSSES[name](p, q)

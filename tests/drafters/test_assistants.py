@@ -1,8 +1,4 @@
-"""Gemma 4 assistants beside Transformers' own assisted generation. (Their contract is in test_contract.py.)
-
-Transformers drafts once after its prefill, where its generator sees the keys of committed tokens alone. So each prompt
-gives the drafts of one place, and all of them those of a text.
-"""
+"""Gemma 4 assistants beside Transformers' own assisted generation, where each prompt gives one place's drafts."""
 
 from functools import partialmethod
 from typing import Any
@@ -50,8 +46,7 @@ def test_q_is_that_of_transformers(num_groups: int) -> None:
 
 
 def test_wrong_places_and_windows_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A query at the place of its state, where EAGLE-3's are; the window of the target; a rejected token that is
-    seen."""
+    """A query at the place of its state; the window of the target; a rejected token that is seen."""
     forward = AssistantHead.forward
 
     def moved(

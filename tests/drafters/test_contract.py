@@ -43,7 +43,7 @@ FEW = 4  # tokens, of which all drafts are forced
 CORPUS = [3, 1, 2, 0, 1, 2, 2, 0, 1]  # goes on as the prompt whose drafts are all forced
 
 
-_SPELLING = Spelling((2, -1, 0, -1), ((2,), (1, 4), (0,), (4, 3, 1)), (3,))
+_SPELLING = Spelling((2, -1, 0, -1), ((2,), (1, 4), (0,), (4, 3, 1)), (3,))  # 0 and 2 have other ids
 Pair = tuple[LM, Drafter]
 
 
@@ -56,16 +56,9 @@ def _model(context_len: int = 256, **options: Any) -> Pair:
     return _target(), model_drafter(draft, options=DraftOptions(**options))
 
 
-def _parallel() -> Pair:
-    """The mask token is not of the vocabulary."""
-    lm = as_lm(tiny_llama(1, vocab_size=FEW + 1), "draft").with_vocabulary(FEW, ())
-    return _target(), model_drafter(lm, mask_id=FEW)
-
-
-def _other_tokens() -> Pair:
-    """The draft has another token at 1, and none at 3."""
-    lm = as_lm(tiny_llama(1, vocab_size=FEW - 1), "draft")
-    return _target(), model_drafter(lm.with_vocabulary(FEW, (1, 3)))
+def _with_tokens(num: int, unknown: tuple[int, ...], **options: Any) -> Pair:
+    lm = as_lm(tiny_llama(1, vocab_size=num), "draft").with_vocabulary(FEW, unknown)
+    return _target(), model_drafter(lm, **options)
 
 
 def _suffix(corpus: Sequence[Sequence[int]]) -> Drafter:
@@ -80,29 +73,14 @@ def _eagle3(context_len: int | None = None, **options: Any) -> Pair:
     return target, head_drafter(drafter.models[0], DraftOptions(**options))
 
 
-def _head() -> Pair:
-    target = _target()
-    return target, head(target)
-
-
 def _hybrid(pair: Pair, corpus: Sequence[int]) -> Pair:
     target, other = pair
     return target, hybrid_drafter(_suffix([corpus]), other, FEW, rival_acceptance=0.3)
 
 
-def _translated() -> Pair:
-    """The draft has the tokens 0 and 2 under other ids, and spells the others in several."""
-    return _target(), translated_drafter(as_lm(tiny_llama(1, vocab_size=5), "draft"), _SPELLING)
-
-
 def _block(**options: Any) -> Pair:
     target = _target(4)
     return target, tiny_block_drafter(target, **options)
-
-
-def _self() -> Pair:
-    target = _target()
-    return target, self_drafter(target, DraftOptions(window=16))
 
 
 def _few(pair: Pair, ids: Sequence[int], make: Callable[[LM], Drafter]) -> Pair:
@@ -114,8 +92,8 @@ def _few(pair: Pair, ids: Sequence[int], make: Callable[[LM], Drafter]) -> Pair:
 PAIRS: dict[str, Callable[[], Pair]] = {
     "model": _model,
     "greedy": lambda: _model(is_greedy=True),
-    "parallel": _parallel,
-    "other tokens": _other_tokens,
+    "parallel": lambda: _with_tokens(FEW + 1, (), mask_id=FEW),
+    "other tokens": lambda: _with_tokens(FEW - 1, (1, 3)),  # another one at 1, and none at 3
     "short context": lambda: _model(context_len=16),
     "sure": lambda: _model(min_prob=0.5),
     "eagle3": _eagle3,
@@ -125,13 +103,13 @@ PAIRS: dict[str, Callable[[], Pair]] = {
     "mtp": lambda: mtp_pair(tiny_llama(vocab_size=FEW), "qwen"),
     "ngram": lambda: (_target(), ngram_drafter()),
     "suffix": lambda: (_target(), _suffix([[3, 1, 2, 2, 0, 1], [0, 1, 2, 3, 3]])),
-    "head": _head,
-    "translated": _translated,
+    "head": lambda: ((target := _target()), head(target)),
+    "translated": lambda: (_target(), translated_drafter(as_lm(tiny_llama(1, vocab_size=5), "draft"), _SPELLING)),
     "hybrid": lambda: _hybrid(_model(), CORPUS),
     "hybrid with a head": lambda: _hybrid(_eagle3(), CORPUS),
     "dflash": _block,
     "dflash2": lambda: _block(is_second=True, selector_top_k=3),
-    "self": _self,
+    "self": lambda: ((target := _target()), self_drafter(target, DraftOptions(window=16))),
     "eagle3, short context": lambda: _eagle3(context_len=6),
     "dflash, short context": lambda: _block(layers={"max_position_embeddings": 6}),
     "few tokens": lambda: _few(_model(), [1, 3], model_drafter),
@@ -140,8 +118,7 @@ PAIRS: dict[str, Callable[[], Pair]] = {
 
 
 def _sequences(vocab_size: int) -> list[tuple[list[int], list[int]]]:
-    """Six, with prompts of 1 to 9 tokens; two begin with the prompt of another, and continue otherwise: one while that
-    one is being generated in another slot."""
+    """Six; two begin with the prompt of another, one of them while the other is being generated."""
     generator = torch.Generator().manual_seed(3)
 
     def some(number: int) -> list[int]:
@@ -166,8 +143,7 @@ PROMPTS = [(2, 3, 2, 3, 2), (1,), (2, 3) * 5, (1, 0, 2)]
     "name", ["parallel", "short context", "eagle3", "assistant", "dflash2", "hybrid", "translated"]
 )
 def test_the_output_is_that_of_plain_decoding(name: str) -> None:
-    """Greedy, and sampled under ``gumbel`` with all kinds of options; also where rounds are started ahead. Rows join,
-    catch up after rounds of other K and of none, and some drafts are accepted."""
+    """Also where rounds are started ahead. Rows join, and catch up after rounds of other K and of none."""
     target, drafter = PAIRS[name]()
     num_accepted = 0
     for options, k, lookahead in (
@@ -190,7 +166,6 @@ _OPTIONS |= {"repetition_penalty": 1.3, "logit_bias": {1: 0.3}, "stop_token_ids"
 
 @pytest.mark.parametrize("name", ["sure", "parallel", "eagle3", "dflash2", "assistant, centroids"])
 def test_no_captured_step_waits_for_a_value(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fake tensors have none."""
     called, required = cuda_graphs._called, partial(capture, is_required=True)
 
     def fake(inputs: Any, call: Any) -> Any:
@@ -207,23 +182,17 @@ def test_no_captured_step_waits_for_a_value(name: str, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("name", ["greedy", "suffix", "hybrid", "translated", "eagle3"])
 def test_a_round_follows_the_targets_law(name: str) -> None:
-    """By enumeration."""
     texts = [Text([1, 2, 3, 1, 2, 3, 1, 2]), Text([2] * 5)]
     for rule in RULES.values():
         report = check_exactly(*PAIRS[name](), Sampling(temperature=0.8, top_p=0.9), rule, texts)
         assert report.is_ok, report
 
 
-def _blocks_of_a_hybrid() -> Pair:
-    target = hybrid_lm(hybrid("qwen3_5_text"))
-    return target, tiny_block_drafter(target)
-
-
 @pytest.mark.parametrize(
     "make",
     [
         lambda: (as_lm(tiny_llama(vocab_size=V)), model_drafter(hybrid_lm(hybrid("qwen3_5_text"), "draft"))),
-        _blocks_of_a_hybrid,
+        lambda: ((target := hybrid_lm(hybrid("qwen3_5_text"))), tiny_block_drafter(target)),
         lambda: mtp_pair(hybrid("qwen3_5_text"), "qwen"),
         lambda: mtp_pair(hybrid("deepseek_v3"), "deepseek"),
     ],
@@ -234,7 +203,6 @@ def test_drafts_with_recurrences_are_a_function_of_the_sequence(make: Callable[[
 
 
 def _cut_at_unlikely(rows: Rows, k: int, draft: Draft) -> Draft:
-    """Looks at the token that it cuts."""
     assert draft.probs is not None
     is_unlikely = draft.probs.gather(-1, draft.ids[..., None]).squeeze(-1) < 0.1
     first = (is_unlikely.long().cumsum(dim=1) == 0).long().sum(dim=1)
@@ -319,9 +287,7 @@ def test_an_entry_of_another_token_is_detected(monkeypatch: pytest.MonkeyPatch) 
         ("model", DraftCache, "propose", _keeping_rejected_tokens),
     ],
 )
-def test_a_stale_context_is_detected(
-    name: str, session: type, what: str, wrong: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stale_contexts_show(name: str, session: type, what: str, wrong: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """After a prefix hit or another sequence in the slot, after rounds without drafts, or after a rejection."""
     monkeypatch.setattr(session, what, wrong(getattr(session, what)) if wrong else lambda *arguments: None)
     with pytest.raises((AssertionError, KeyError), match="is drafted, not|q is off by|^[0-9]+$"):

@@ -1,5 +1,4 @@
-"""Drafts with few tokens: which tokens, and that their logits are those of the whole draft. (Their contract is in
-test_contract.py.)"""
+"""Drafts with few tokens: which tokens, and that their logits are the whole draft's. (Contract: test_contract.py.)"""
 
 import json
 from dataclasses import replace
@@ -31,8 +30,7 @@ def _logits(lm: LM, ids: Tensor = IDS) -> Tensor:
 
 
 def _check(few: LM, whole: LM, chosen: Tensor) -> None:
-    """Its logits are those of the whole draft where it has any; to the bit by the native engine, whose sums have an
-    order."""
+    """Its logits are the whole draft's, where it has any; to the bit by the native engine, whose sums have an order."""
     assert few.token_ids is not None and few.token_ids.tolist() == chosen.tolist()
     got, want = _logits(few), _logits(whole)
     is_chosen = torch.zeros(want.shape[-1], dtype=torch.bool).index_fill(0, chosen, True)

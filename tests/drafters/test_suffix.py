@@ -32,7 +32,6 @@ Step = tuple[int, int, int, int]  # token, how often it followed, how often any 
 
 
 def _places_after(text: Sequence[int], part: Sequence[int]) -> list[int]:
-    """Where a part of a text ends."""
     return [i + len(part) for i in range(len(text) - len(part) + 1) if list(text[i : i + len(part)]) == list(part)]
 
 
@@ -77,7 +76,6 @@ def _texts(rng: random.Random, num: int) -> list[list[int]]:
 
 @pytest.fixture(params=[1, 3])
 def most(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """The most tokens that are compared. All places are counted."""
     monkeypatch.setattr(corpus_module, "_MOST_PLACES", 1000)
     for module in (suffix_module, corpus_module):
         monkeypatch.setattr(module, "MAX_MATCH", request.param)
@@ -85,8 +83,7 @@ def most(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int
 
 
 def test_index_and_corpus_equal_a_search_over_all_substrings(most: int) -> None:
-    """The index after each of the pieces in which a text is read. In a corpus nothing follows the end of a sequence,
-    nor does a suffix begin in the one before."""
+    """The index after each piece of a text. In a corpus nothing follows the end of a sequence, nor crosses it."""
     rng = random.Random(0)
     for _ in range(200):
         (text,), index = _texts(rng, 1), SuffixIndex()
@@ -137,7 +134,6 @@ def test_corpus_file_formats(tmp_path: Path, lines: list[Any], ids: list[list[in
 
 
 def test_suffix_by_name(tmp_path: Path) -> None:
-    """In the library, for a log, and on the command line."""
     path = tmp_path / "a.txt"
     path.write_text("Once upon a time there was a king.")
     decoder = load("fable", "suffix", device="cpu", corpus=[path])

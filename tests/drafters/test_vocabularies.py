@@ -87,8 +87,7 @@ def _like_pair(acceptance: str = "block", draft_tokens: Sequence[str] = DRAFT_TO
 
 
 def test_unknown_tokens_have_no_probability(caplog: pytest.LogCaptureFixture) -> None:
-    """All others have the logits of the model. Numbers of tokens tell without tokenizers; tokens beyond the target's do
-    not matter."""
+    """All others have the logits of the model. Tokens beyond the target's do not matter."""
     with caplog.at_level(logging.WARNING):
         (lm,) = _like_pair().drafter.models
     assert "does not know 3 of the 99 tokens of" in caplog.text and "id 97 is 'tool' / 'end'" in caplog.text

@@ -18,7 +18,6 @@ def test_the_first_line_is_the_product_and_nothing_else() -> None:
 
 
 def test_a_score_depends_neither_on_the_batch_nor_on_the_draft() -> None:
-    """At temperature 0 in float64: the answers to the letter. When sampled, row i has seed + i."""
     decoder, sheet = embedded("float64"), problems(9, seed=1)
     together = score(decoder, sheet, batch_size=8, seed=0, temperature=0.0)
     plain = score(decoder.plain(), sheet, batch_size=1, seed=0, temperature=0.0)

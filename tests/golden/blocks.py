@@ -38,7 +38,6 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def target() -> PreTrainedModel:
-    """The target, in float64."""
     config = LlamaConfig(
         vocab_size=NUM_TOKENS,
         hidden_size=32,
@@ -57,5 +56,4 @@ def target() -> PreTrainedModel:
 
 
 def write(folder: Path, name: str, model: PreTrainedModel) -> None:
-    """Write the checkpoint of a case."""
     write_block(folder, model, seed=2, block_size=BLOCK_SIZE, **CASES[name])

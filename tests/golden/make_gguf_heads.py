@@ -1,10 +1,6 @@
-"""Golden drafts of tests/support/gguf_heads.py: llama.cpp's, of the same target and head (llama-cpp-python 0.3.36).
-
-    pip install llama-cpp-python==0.3.36 && python tests/golden/make_gguf_heads.py
-
-The calls are those of llama.cpp's common/speculative.cpp; some of them are no part of its C interface, and have the
-names of C++. Weights, keys and values are float32, without flash attention.
-"""
+"""Golden drafts of tests/support/gguf_heads.py by llama.cpp (pip install llama-cpp-python==0.3.36). The calls are those
+of its common/speculative.cpp; some are no part of its C interface, and have the names of C++. All is float32, without
+flash attention."""
 
 import json
 import sys
@@ -59,8 +55,6 @@ def _numbers(pointer: Any, *shape: int) -> Any:
 
 
 class _Context:
-    """A model and its context."""
-
     def __init__(self, file: Path, other: Any = None, *, is_mtp: bool = False) -> None:
         options = lib.llama_context_default_params()
         options.n_ctx, options.n_batch, options.n_ubatch, options.flash_attn_type = 128, 128, 128, 0
@@ -110,7 +104,6 @@ def _features(target: _Context, layers: list[int]) -> Any:
 
 
 def eagle3_logits(target: _Context, head: _Context, layers: list[int]) -> list[list[float]]:
-    """Logits of drafts along ``IDS``."""
     features = _features(target, layers)
     _keep_states(head.context, True, True)
     head.run([(None, row, place) for place, row in enumerate(features)], is_encoder=True)
@@ -125,8 +118,7 @@ def eagle3_logits(target: _Context, head: _Context, layers: list[int]) -> list[l
 
 
 def mtp_logits(file: Path) -> list[list[float]]:
-    """Logits of drafts along ``IDS``. Entries begin with the second token; llama.cpp's own driver puts another before,
-    of the first token and no state."""
+    """Logits of drafts along ``IDS``. llama.cpp's driver puts another entry before, of no state."""
     target = _Context(file)
     head = _Context(file, target, is_mtp=True)
     for one in (target, head):

@@ -109,8 +109,7 @@ def _zlab(folder: Path, model: PreTrainedModel) -> Tensor:
 
 
 def eagle3_tensors() -> dict[str, Tensor]:
-    """Features, tokens, and the logits of each variant along them [steps, L-1, D], by the training forward: step j
-    feeds the given tokens and, from step 1 on, the head's own outputs."""
+    """Features, tokens, and logits of each variant along them [steps, L-1, D]: step j feeds the head's own outputs."""
     from speculators.config import SpeculatorsConfig, VerifierConfig
     from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
     from speculators.proposals.greedy import GreedyTokenProposalConfig

@@ -62,8 +62,7 @@ def _write_logits() -> None:
 
 
 def stated_of(file: Path) -> dict[str, Any]:
-    """Tokens of the page and of the prompts, end tokens, and the most probable next tokens after each prompt, of a
-    published file."""
+    """Tokens of page and prompts, end tokens, and the most probable next tokens, of a published file."""
     # More threads would wait in a loop, for minutes beside other programs.
     llama = _llama(file, n_ctx=256, logits_all=True, n_threads=1, n_threads_batch=1)
     page, prompts = ([llama.tokenize(text.encode(), special=True) for text in texts] for texts in (PAGE, PROMPTS))
@@ -85,7 +84,6 @@ def _write_real() -> None:
 
 
 def _trained(is_raw: bool) -> list[str]:
-    """Merges."""
     tokenizer = Tokenizer(models.BPE())
     if is_raw:
         tokenizer.normalizer = normalizers.Replace(" ", "▁")

@@ -1,8 +1,5 @@
-"""Small vocabularies of GGUF files, and a page of hard text: llama.cpp's tokens of it are in vocabularies.json.
-
-Merges cross all bounds of words, so that another splitter gives other tokens. make_llama.py trains them, and
-runs llama.cpp.
-"""
+"""Small vocabularies of GGUF files, and a page of hard text: llama.cpp's tokens of it are in vocabularies.json. Merges,
+which make_llama.py trains, cross all bounds of words, so that another splitter gives other tokens."""
 
 import json
 from pathlib import Path
@@ -37,13 +34,8 @@ PAGE = (
     "1000000000 10000 100",
 )
 _CONTROL, _USER_DEFINED, _UNUSED, _BYTE, _NORMAL, _UNKNOWN = 3, 4, 5, 6, 1, 2
-_WHOLE = {
-    "<|end|>": _CONTROL,
-    "<|endoftext|>": _CONTROL,
-    "<tool>": _USER_DEFINED,
-    "[PAD3]": _UNUSED,
-    "<|im_end|>": _NORMAL,
-}
+_WHOLE = {"<|end|>": _CONTROL, "<|endoftext|>": _CONTROL, "<tool>": _USER_DEFINED, "[PAD3]": _UNUSED}
+_WHOLE |= {"<|im_end|>": _NORMAL}
 _UNMERGED = ("kings", "Ġkings")  # tokens that no merges lead to
 
 
@@ -53,7 +45,6 @@ def lessons() -> list[str]:
 
 
 def stated() -> dict[str, Any]:
-    """Merges, and llama.cpp's tokens of the page by case."""
     document: dict[str, Any] = json.loads(FILE.read_text(encoding="utf-8"))
     return document
 

@@ -1,5 +1,4 @@
-"""p and q at every place and offset of given texts, and alpha: against forwards of the models over whole sequences, and
-numbers worked out by hand. Logits that are not finite are the error of the loop, for the same place."""
+"""p and q at every place and offset of given texts, and alpha: against forwards over whole sequences, and by hand."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -71,8 +70,7 @@ def _whole(lm: LM, texts: Sequence[Text], sampling: Sampling) -> list[torch.Tens
 
 
 def test_p_and_q_are_those_of_teacher_forcing() -> None:
-    """Where q depends on the tokens alone, at every place and offset within the text; also for texts that join later,
-    find their beginning in a cache, and have output among the given tokens."""
+    """At every place and offset; also for texts that join later, and for prompts that have output among them."""
     target, drafter = llama_pair()
     samplings = [replace(SAMPLING, max_new_tokens=30)] * len(TEXTS)
     p_rows, q_rows = _whole(target, TEXTS, SAMPLING), _whole(drafter.lm, TEXTS, SAMPLING)
@@ -96,8 +94,7 @@ def test_p_and_q_are_those_of_teacher_forcing() -> None:
 
 @pytest.mark.parametrize("sampling", [Sampling(temperature=0), Sampling(temperature=0.5, top_p=0.8)])
 def test_alpha_is_the_mean_overlap(sampling: Sampling) -> None:
-    """Markov chains: alpha follows from the tables' rows at the tokens of the sequence. Of a drafter with one table for
-    the first token of a round, and another for the rest, alpha is that of the first."""
+    """Markov chains: alpha follows from the rows at the tokens; of a drafter with two tables from the first one's."""
     tables = [random_table(5, seed) for seed in range(3)]
     texts = [Text([0, 1, 2, 3, 4, 0, 2]), Text([4, 4, 1, 0], 2), Text([3])]
     places = [0, 1, 2, 3, 4, 0, 4, 1]  # the tokens before those that are judged

@@ -92,8 +92,7 @@ def test_the_arm_whose_clock_is_behind_has_the_next_round_and_a_broken_race_leav
 
 
 def test_the_arm_that_goes_first_changes_with_the_case(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that each arm has every place equally often; and all arms of a case have its prompt and seed, which show in
-    equal texts under gumbel. The warm-up is short."""
+    """Each arm has every place equally often; all arms of a case have its prompt and seed. The warm-up is short."""
     decoder = embedded("float64", "gumbel")
     pair = [Arm("plain", decoder.plain()), Arm("speculative", decoder, "fable-draft", 3)]
     cases = [Case(0, PROMPT, 5), Case(1, "8 * 12 = ", 6)]
@@ -116,7 +115,6 @@ def test_the_arm_that_goes_first_changes_with_the_case(monkeypatch: pytest.Monke
 
 
 def _measurement(arm: Arm, index: int, prefill_s: float, decode_s: float) -> Measurement:
-    """Ten tokens."""
     timing = Timing(prefill_s, decode_s / 2, decode_s / 4, prefill_s + decode_s)
     counts = Stats(10, *(((0, 0, 5), (0, 0, 0, 5)) if arm.draft else ((10,), (10,))))
     return Measurement(arm, Case(index, "prompt", index), counts, timing, "text", (7,) * 10)

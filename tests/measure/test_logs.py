@@ -24,16 +24,10 @@ V = 50
 
 
 def _row(index: int = 0, **changes: Any) -> dict[str, Any]:
-    """A line with all that a log needs."""
     model = {"name": "target", "vocab_size": V, "context_len": 64, "eos_ids": [5], "tokenizer": "abc"}
     settings = {"dtype": "auto", "draft": "none", "temperature": 0.5, "max_new_tokens": 3, "probs": True}
-    row = {
-        "index": index,
-        "prompt": "ü \u2028",
-        "prompt_ids": [1, 2],
-        "token_ids": [3, 4, index % V],
-        "seed": 7 + index,
-    }
+    row = {"index": index, "prompt": "ü \u2028", "prompt_ids": [1, 2], "token_ids": [3, 4, index % V]}
+    row |= {"seed": 7 + index}
     row |= {"finish_reason": "length", "probs": [0.5, 1e-30, 1 / 3], "model": model, "settings": settings}
     return row | changes
 
@@ -139,8 +133,7 @@ def test_rounds_refuse_other_records(tmp_path: Path, change: dict[str, Any], mes
 
 
 def test_tensors_and_counts_as_print_writes_them(tmp_path: Path) -> None:
-    """Tensors over several lines, with a device, back to back, of several rows; and cumulative counts of a batch, which
-    ends where one decreases."""
+    """Over several lines, with a device, of several rows; and cumulative counts, whose batch ends at a decrease."""
     path = tmp_path / "file"
     path.write_text(
         "tensor([[1, 2,\n         3]],\n       device='cuda:0')tensor([[5]])\n\ntensor([[1, 22],\n [3, 4]])\n"
@@ -175,9 +168,7 @@ def test_tensors_and_counts_as_print_writes_them(tmp_path: Path) -> None:
         (lambda path: read_rounds(path, 5), "[2]\n[4]\n[1]\n[5]\n", "line 3: a sequence ended after 4 tokens, not 5"),
     ],
 )
-def test_rounds_file_refuses_other_files(
-    tmp_path: Path, read: Callable[[Path], object], text: str, message: str
-) -> None:
+def test_rounds_file_refuses_others(tmp_path: Path, read: Callable[[Path], object], text: str, message: str) -> None:
     (tmp_path / "file").write_text(text)
     with pytest.raises(FileError, match=message):
         read(tmp_path / "file")

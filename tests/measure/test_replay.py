@@ -59,11 +59,8 @@ def written(
         ({"draft_context_len": 12}, "rejection", {"repetition_penalty": 1.5, "frequency_penalty": 0.7}, True),
     ],
 )
-def test_greedy_rounds_are_those_of_the_loop(
-    lengths: dict[str, int], rule: str, more: dict[str, float], has_model: bool
-) -> None:
-    """One by one, for every K, to the ends of texts, limits and contexts; and so are the counts. Penalties count tokens
-    before the window of a draft too."""
+def test_greedy_rounds_are_equal(lengths: dict[str, int], rule: str, more: dict[str, float], has_model: bool) -> None:
+    """To those of the loop, for every K, to limits and contexts. Penalties count tokens before a draft's window."""
     target, drafter = llama_pair(**lengths)
     chosen: Drafter = drafter if has_model else ngram_drafter()
     options = {"temperature": 0.0, "max_new_tokens": 30, **more}
@@ -92,8 +89,7 @@ Rounds = list[tuple[float, int, tuple[int, ...]]]
 def _rounds(
     rule: str, draft: list[list[float]], k: int, later: list[list[float]] | None = None
 ) -> dict[tuple[int, int], Rounds]:
-    """By (last token, number drafted), from all that can happen in the rule itself; under ``match`` draft and target
-    sample independently, and tokens are accepted while they are equal."""
+    """By (last token, number drafted), from all that can happen; under ``match`` both sample independently."""
     p, found = TARGET.softmax(-1).tolist(), defaultdict(lambda: defaultdict(float))
     if rule != MATCH:
         for one in outcomes(RULES[rule], rule, p, draft, range(k + 1), later):
@@ -112,8 +108,7 @@ def _rounds(
 def _enumerated(
     by_start: dict[tuple[int, int], Rounds], num_tokens: int, k: int
 ) -> dict[tuple[int, ...], tuple[float, Stats]]:
-    """Every text that a three-token chain can write after token 1, where 2 ends a text: its probability, and the
-    expected counts of the rounds that wrote it, by going through all rounds."""
+    """Every text of a three-token chain after token 1; 2 ends it: probability, and expected counts."""
     found: dict[tuple[int, ...], list[tuple[float, list[tuple[int, int]], int]]] = defaultdict(list)
 
     def go_on(text: tuple[int, ...], weight: float, rounds: list[tuple[int, int]]) -> None:
@@ -164,12 +159,9 @@ _HISTOGRAMS = ("acceptance_histogram", "drafted_histogram", "full_histogram")
         ("gumbel", MATCH, BEST, None, False),
     ],
 )
-def test_expectations_given_a_text_are_exact(
-    law: str, of_rounds: str, draft: Tensor, later: Tensor | None, has_probs: bool
-) -> None:
-    """For each text that can be written, against all ways in which the law may have written it. Of a draft with one
-    table, or with another one from the second token of a round on, where the log needs no p; equal samples need none
-    either. Whatever the law, a certain draft stands if it is what the target samples."""
+def test_expectations_are_exact(law: str, of_rounds: str, draft: Tensor, later: Tensor | None, has_probs: bool) -> None:
+    """Given a text, against all ways in which the law may have written it; of a draft with one table, or with another
+    one from the second token of a round on. A certain draft stands if it is what the target samples."""
     num_tokens, k = 4, 2
     p, q, later_q = (None if table is None else table.softmax(-1).tolist() for table in (TARGET, draft, later))
     target, is_greedy = table_lm(TARGET), draft is BEST
@@ -195,8 +187,7 @@ SAMPLED = {"temperature": 0.9, "top_p": 0.97, "max_new_tokens": 14}
 
 
 def _z_scores(rule: str, k: int, target: LM, drafter: Drafter, num_texts: int) -> dict[str, float]:
-    """Real rounds less those expected given the text they wrote, over its standard error: the mean is 0 for each
-    text, so texts need not be the same, nor many of each."""
+    """Real rounds less those expected given their text, over the standard error: the mean is 0 for each text."""
     requests = [request([1 + i % 4, 6], StopAt(EOS), i, **SAMPLED) for i in range(num_texts)]
     outputs = run(target, drafter, requests, RULES[rule], k)
     pairs = [(one.prompt_ids, output.token_ids) for one, output in zip(requests, outputs, strict=True)]
@@ -225,18 +216,14 @@ def _head_pair() -> tuple[LM, Drafter]:
 @pytest.mark.parametrize(
     ("pair", "k", "num_texts"), [(lambda: table_pair(8, draft_context_len=11), 4, 1500), (_head_pair, 3, 200)]
 )
-def test_sampled_rounds_are_those_of_the_loop_on_average(
-    pair: Callable[[], tuple[LM, Drafter]], k: int, num_texts: int
-) -> None:
-    """The real loop with real noise; texts end at an end token or the limit, and windows of the draft at 11 tokens.
-    Each of four comparisons fails by chance with a probability below 4e-7. (Other rules are tested exactly.)"""
+def test_sampled_rounds_are_equal_on_average(pair: Callable[[], tuple[LM, Drafter]], k: int, num_texts: int) -> None:
+    """Texts end at an end token or the limit. Each of four comparisons fails by chance with under 4e-7."""
     scores = _z_scores("gumbel", k, *pair(), num_texts)
     assert all(abs(score) < Z for score in scores.values()), scores
 
 
 def test_one_ratio_for_each_place_shows_on_average(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control: as if q did not depend on where the round began. Later tokens of a parallel draft are worse than the
-    first."""
+    """The control: later tokens of a parallel draft are worse than the first."""
     right, model = module.survival, tiny_llama(vocab_size=30)
     pair = as_lm(model), parallel(as_lm(perturbed(model, 0.1), "draft"))
     assert abs(_z_scores("rejection", 3, *pair, 200)["num_rounds"]) < Z
@@ -272,8 +259,7 @@ def test_replay_refuses_bad_arguments() -> None:
 
 
 def test_log_ratios_of_tokens_with_p_zero() -> None:
-    """p = 0 at a token of the text can only be rounding. Then q/p counts as 1, or as 0 where q is 0 as well; it does
-    not make up for a small q/p after it."""
+    """p = 0 can only be rounding. Then q/p counts as 1, or as 0 where q is 0; a small q/p after it stays."""
     logs = log_ratios(np.array([0.5, 0.0, 0.5]), np.array([0.0, 0.0, 1.0]))
     law = RoundDistribution.of(module.survival("block", module.by_offset(logs, 2)), np.array([2, 1, 0]))
     assert law.expected().acceptance_histogram == pytest.approx((1.0, 1.0, 0.0))

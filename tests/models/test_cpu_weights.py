@@ -35,7 +35,6 @@ def _gemma() -> PreTrainedModel:
 
 
 def _stored(model: Any) -> set[torch.dtype]:
-    """The types in which its matrices are stored."""
     return {one.stored.dtype for one in model.parameters() if isinstance(one, NarrowWeight)}
 
 
@@ -88,7 +87,6 @@ _GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "gguf_logits.json")
 
 
 def _of_k_quants(name: str) -> str:
-    """As Q4_K_M has them."""
     if "attn_v" in name or "embd" in name:
         return "Q6_K"
     return "Q5_K" if "ffn_down" in name else "Q4_K"

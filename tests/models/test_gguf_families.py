@@ -1,5 +1,4 @@
-"""GGUF files: the header has values and places of tensors as the package ``gguf`` reads them; the model of every family
-is the one that the file states; damage and what is not known are refused."""
+"""GGUF files: headers are read as the package ``gguf`` does, models are those that files state, damage is refused."""
 
 import json
 import random
@@ -16,7 +15,7 @@ import torch
 from torch import nn
 
 import outrider
-from gguf_models import CASES, IDS, IN_MANY_FORMS, PLACES, Case, many_forms, random_case, write_case, write_in_blocks
+from gguf_models import CASES, IDS, IN_MANY_FORMS, PLACES, many_forms, random_case, write_case, write_in_blocks
 from native_cases import native_forward, native_logits
 from outrider.errors import ModelError, ModelNotFound, OutriderError, UnsupportedModel
 from outrider.kernels.blocks import BLOCK_TYPES
@@ -48,13 +47,13 @@ def test_every_family_has_a_case() -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_gguf_equals_the_model_that_was_written(name: str, tmp_path: Path) -> None:
-    """Transformers' logits of the same configuration, and llama.cpp's of the same file; natively, too, if there is a
-    plan."""
+    """Transformers' logits of the configuration, llama.cpp's of the file; natively, too, if there is a plan."""
     case = CASES[name]
     model = random_case(case)
     file = write_case(tmp_path / "tiny.gguf", case, model)
     want = _logits(model)
     spread = float(want.std())
+    bound = _ROUNDED if case.has_mxfp4 else 1e-2 if case.architecture.startswith(_GELU) else 1e-4
     found = [_logits(load_checkpoint(resolve(str(file)), Placement(execution="eager")).model)]  # without the probe
     planned = load_checkpoint(resolve(str(file))).model
     assert isinstance(planned, PlannedModel) == (name not in _UNPLANNED)
@@ -65,12 +64,7 @@ def test_gguf_equals_the_model_that_was_written(name: str, tmp_path: Path) -> No
         torch.testing.assert_close(logits, want, rtol=0.0, atol=_TOLERANCES.get(case.model_type, 5e-5) * spread)
         if name in _GOLDEN:
             golden = torch.tensor(_GOLDEN[name])
-            torch.testing.assert_close(logits[list(PLACES)], golden, rtol=0.0, atol=_bound(case) * spread)
-
-
-def _bound(case: Case) -> float:
-    """The most by which logits differ from llama.cpp's, over their spread."""
-    return _ROUNDED if case.has_mxfp4 else 1e-2 if case.architecture.startswith(_GELU) else 1e-4
+            torch.testing.assert_close(logits[list(PLACES)], golden, rtol=0.0, atol=bound * spread)
 
 
 @pytest.mark.oracle
@@ -122,9 +116,7 @@ _HUGE = {f"{key}": 2**24 for key in ("attention__key_length", "attention__value_
         ("llama", {"keys": {"tokenizer.ggml.tokens": [*map(str, range(99))]}}, "has 99 tokens, but embeddings of 48"),
     ],
 )
-def test_a_file_that_would_be_another_model_is_refused(
-    case: str, keys: dict[str, Any], told: str, tmp_path: Path
-) -> None:
+def test_files_of_another_model_are_refused(case: str, keys: dict[str, Any], told: str, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=told) as refused:
         outrider.load(write_case(tmp_path / "tiny.gguf", CASES[case], **keys))
     assert "\n" not in str(refused.value)

@@ -45,7 +45,6 @@ def _q(target: LM, head: LM | Drafter, tokens: Sequence[int]) -> Tensor:
 
 
 def _golden(name: str, module: Any = None) -> tuple[list[int], Tensor]:
-    """Tokens, and q along them."""
     rows = torch.tensor(_GOLDEN[name])
     if (selector := getattr(module, "candidate_selector", None)) is None:
         rows = rows[getattr(module, "num_before", 0) :]
@@ -93,8 +92,7 @@ def test_an_mtp_layer_drafts_what_llama_drafts(name: str, tmp_path: Path) -> Non
 
 
 def test_an_assistant_drafts_what_llama_drafts(tmp_path: Path) -> None:
-    """And the same weights as from the folder. Its window is not reached: llama.cpp's has two tokens fewer than that of
-    Transformers."""
+    """And as from the folder. Its window, in llama.cpp two tokens shorter than in Transformers, is not reached."""
     target, file = write_assistant_pair(tmp_path)
     decoder = outrider.load(target)
     drafter = load_drafter(decoder, file)

@@ -1,5 +1,4 @@
-"""Tokenizers: of GGUF files, against llama.cpp's tokens of the same vocabularies (golden/vocabularies.py); and of
-folders, where the text goes the way that their own files state."""
+"""Tokenizers of GGUF files, against llama.cpp's tokens (golden/vocabularies.json); and of folders, as they state."""
 
 import json
 from pathlib import Path
@@ -26,10 +25,6 @@ _CASES = golden.cases(_STATED["merges"])
 _GPT2, _SCORES = _CASES["splitter gpt-2"], _CASES["scores"]
 
 
-def _want(case: str) -> list[list[int]]:
-    return [[*map(int, line.split())] for line in _STATED["tokens"][_STATED["equal"][case]]]
-
-
 def _with(metadata: dict[str, Any], **values: Any) -> dict[str, Any]:
     return metadata | {f"tokenizer.ggml.{key}": value for key, value in values.items()}
 
@@ -38,8 +33,8 @@ def _with(metadata: dict[str, Any], **values: Any) -> dict[str, Any]:
 def test_tokens_are_those_of_llama(case: str) -> None:
     assert tuple(_STATED["page"]) == golden.PAGE and _STATED["equal"].keys() == _CASES.keys()
     tokenizer = gguf_tokenizer(_CASES[case], case)
-    for text, want in zip(golden.PAGE, _want(case), strict=True):
-        assert tokenizer(text).input_ids == want, text
+    for text, want in zip(golden.PAGE, _STATED["tokens"][_STATED["equal"][case]], strict=True):
+        assert tokenizer(text).input_ids == [*map(int, want.split())], text
 
 
 def test_all_ids_are_texts_again() -> None:
@@ -125,7 +120,6 @@ _TEXTS = ("Steps:\n\n1.", "2023 a  1", "a<tool>b <tool> c", *(text for text in g
 
 
 def _backend(splitter: str) -> Tokenizer:
-    """A byte-level BPE whose merges cross the bounds of words."""
     tokenizer = Tokenizer(BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -140,7 +134,6 @@ def _backend(splitter: str) -> Tokenizer:
 
 
 def _saved(folder: Path, backend: Tokenizer, model_type: str, kind: str | None, **config: Any) -> ModelSpec:
-    """A folder of a tokenizer, whose class is another one."""
     PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|endoftext|>").save_pretrained(folder)
     file = folder / "tokenizer_config.json"
     document = {**json.loads(file.read_text()), "tokenizer_class": kind, "chat_template": "{{ messages }}", **config}
@@ -164,9 +157,7 @@ def _ids(tokenizer: Any, text: str) -> list[int]:
         ("llama", "PreTrainedTokenizerFast", "llama-bpe", False),
     ],
 )
-def test_the_splitter_of_the_file_is_used(
-    tmp_path: Path, model_type: str, kind: str | None, splitter: str, differs: bool
-) -> None:
+def test_splitter_of_the_file(tmp_path: Path, model_type: str, kind: str | None, splitter: str, differs: bool) -> None:
     spec = _saved(tmp_path, _backend(splitter), model_type, kind)
     stated, by_class = Tokenizer.from_file(str(tmp_path / "tokenizer.json")), AutoTokenizer.from_pretrained(tmp_path)
     assert any(_ids(by_class, text) != _ids(stated, text) for text in _TEXTS) == differs
@@ -193,8 +184,7 @@ def _by_letters() -> Tokenizer:
 
 @pytest.mark.parametrize("adds", [None, True, False])
 def test_bos_is_as_transformers_reads_it(tmp_path: Path, adds: bool | None) -> None:
-    """Transformers 5 prefers the file's template to the configuration. Llama's class puts a space before the first text
-    alone, and the file after added tokens, too."""
+    """Transformers 5 prefers the file's template. Llama's class puts a space before the first text alone."""
     spec = _saved(tmp_path, _by_letters(), "llama", "LlamaTokenizer", bos_token="<s>", add_bos_token=adds)
     by_class, tokenizer = AutoTokenizer.from_pretrained(tmp_path), load_tokenizer(spec)
     assert tokenizer("a").input_ids == by_class("a").input_ids

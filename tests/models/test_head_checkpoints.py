@@ -75,8 +75,7 @@ def test_a_head_sees_as_many_tokens_as_its_context(tmp_path: Path) -> None:
 
 
 def test_all_layouts_of_eagle3_are_the_same_head(tmp_path: Path) -> None:
-    """Which shares the embedding with its target, if it is equal. Old files of speculators leave a key out and mean
-    what vLLM does; others that leave it out mean the opposite."""
+    """An equal embedding is shared. Old files of speculators that leave a key out mean another value."""
     target = as_lm(tiny_llama(num_layers=6))
     features = torch.randn(1, 12, 96, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     heads = {}
@@ -132,8 +131,7 @@ def test_mtp_computes_what_transformers_computes(tmp_path: Path) -> None:
 
 
 def test_an_mtp_layer_in_eight_bits_is_widened(tmp_path: Path) -> None:
-    """As FP8 checkpoints of Qwen have it: e4m3, and a scale for each block of a matrix, the last one of which may be
-    smaller. The target is widened by Transformers."""
+    """As in FP8 checkpoints of Qwen: e4m3, and a scale for each block of a matrix. The target is widened, too."""
     size = 16, 16
     target, _ = mtp_pair(hybrid("qwen3_5_text"), "qwen")
     write_mtp(tmp_path, target.model, layout="qwen")
@@ -166,9 +164,7 @@ def test_an_mtp_layer_in_eight_bits_is_widened(tmp_path: Path) -> None:
         ({"d2t": torch.full((60,), -50)}, "its d2t does not name tokens"),
     ],
 )
-def test_heads_that_do_not_fit_are_refused_in_one_line(
-    tensors: dict[str, Tensor | None], message: str, tmp_path: Path
-) -> None:
+def test_heads_that_do_not_fit_are_refused(tensors: dict[str, Tensor | None], message: str, tmp_path: Path) -> None:
     target, path = as_lm(tiny_llama(num_layers=4)), tmp_path / "model.safetensors"
     write_eagle3(tmp_path, target.model)
     save_file({name: one for name, one in {**load_file(path), **tensors}.items() if one is not None}, path)

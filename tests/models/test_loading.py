@@ -56,12 +56,10 @@ from toys import as_lm, random_model, tiny_llama
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A good model, to be damaged."""
     return save(tmp_path / "model", random_llama())
 
 
 def refusal(folder: str | Path, kind: type[ModelError]) -> str:
-    """The message with which a model is refused."""
     with pytest.raises(kind) as error:
         outrider.load(folder)
     message = str(error.value)
@@ -155,8 +153,7 @@ def test_load_refuses_damaged_folders(folder: Path, damage: str) -> None:
 
 @pytest.mark.parametrize("kind", NOT_ALONE)
 def test_load_refuses_heads_and_adapters_alone(folder: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    """As target and, if it is a head, as draft. Its code is not run, nor asked for on standard input, where "y" would
-    run it."""
+    """As target and, if it is a head, as draft. Its code is not run, nor asked for on standard input."""
     name, content, message = NOT_ALONE[kind]
     _alter(folder / name, content)
     (folder / "code.py").write_text('raise SystemExit("the code of the folder was run")')
@@ -191,8 +188,7 @@ def test_load_refuses_unsupported_models_by_name(kind: str) -> None:
 
 
 def test_a_context_ends_where_tokens_would_depend_on_other_tokens() -> None:
-    """Beyond it the rotation of every token depends on the longest position in the forward: on what is drafted, and on
-    the neighbours in a batch. A rope of one type of layer cuts the context of all."""
+    """Beyond, the rotation of every token depends on the longest position in the forward: on drafts and neighbours."""
     plain: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
     factors = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
     long = plain | factors | {"rope_type": "longrope", "original_max_position_embeddings": 24}
@@ -212,8 +208,7 @@ def test_a_context_ends_where_tokens_would_depend_on_other_tokens() -> None:
 
 
 def test_the_checksum_of_weights_knows_every_bit() -> None:
-    """Also of bfloat16, which NumPy does not have. Of blocks it is that of the bytes in the file, though rows are
-    interleaved by the lanes of the processor's vectors."""
+    """Also of bfloat16. Of blocks it is that of the file's bytes, though rows are interleaved by lanes of vectors."""
     first, second = random_llama().bfloat16(), random_llama().bfloat16()
     assert weights_checksum(first) == weights_checksum(second) != weights_checksum(random_llama())
     with torch.no_grad():
@@ -331,7 +326,6 @@ PICKLED = "pytorch_model.bin"
 
 
 def pickled(folder: Path, *, more: Any = None) -> Path:
-    """Put a pickled file in the place of one in safetensors."""
     tensors = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
     torch.save(tensors if more is None else {**tensors, "more": more}, folder / PICKLED)
@@ -345,8 +339,6 @@ def refuses(load: Callable[[], Any], location: Path, file: str = PICKLED) -> boo
 
 
 class Trap:
-    """An object that writes a file when it is unpickled."""
-
     def __init__(self, file: Path) -> None:
         self.file = file
 

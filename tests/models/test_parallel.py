@@ -1,5 +1,4 @@
-"""Tensor parallel: two processes that share a target write what one process writes; what cannot be shared is refused
-by name."""
+"""Tensor parallel: two processes write what one process writes; what cannot be shared is refused by name."""
 
 import json
 from pathlib import Path

@@ -21,17 +21,8 @@ from toys import random_model
 
 pytestmark = pytest.mark.usefixtures("each_is_probed")
 WINDOW = 20
-SHAPE = {
-    "vocab_size": 60,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.3,
-    "sliding_window": WINDOW,
-}
+SHAPE = {"vocab_size": 60, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+SHAPE |= {"num_key_value_heads": 2, "max_position_embeddings": 256, "initializer_range": 0.3, "sliding_window": WINDOW}
 
 
 def test_the_probe_finds_a_model_that_forgets_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,8 +50,7 @@ def test_windows_that_do_not_work_here_fail_to_load(name: str, message: str) -> 
 
 
 class OwnWindow(tf.LlamaForCausalLM):
-    """A Llama whose own code puts a window into the mask, unless it is given one. LM gives it masks without a window:
-    there is no telling from the outside."""
+    """A Llama whose own code puts a window into the mask, unless it is given one, as by LM: nothing shows outside."""
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, **options: Any) -> Any:
         if attention_mask is None:
@@ -92,9 +82,6 @@ def test_a_window_that_is_right_is_right_beyond_it(name: str) -> None:
         build(random_model(getattr(tf, f"{name}ForCausalLM"), getattr(tf, f"{name}Config")(**fields), 0).float())
 
 
-# Models that make a token all but impossible, or quite: the others are compared as ever.
-
-
 class NoPositions(tf.LlamaForCausalLM):
     def forward(self, *args: Any, position_ids: Tensor | None = None, **options: Any) -> Any:
         return super().forward(*args, **options)
@@ -116,9 +103,6 @@ def test_an_improbable_token_hides_nothing(dtype: torch.dtype) -> None:
     build(masked(tf.LlamaForCausalLM).to(dtype))
     with pytest.raises(UnsupportedModel, match="its cache cannot be rolled back"):
         build(masked(NoPositions).to(dtype))
-
-
-# Models with states, and mistakes as ours would be.
 
 
 def test_wrong_states_fail_to_load(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -150,9 +150,6 @@ def test_a_checkpoint_of_bitsandbytes_loads_without_its_outliers(tmp_path: Path)
     assert {state.threshold for state in states if state is not None} == {0.0}
 
 
-# int4: weights rounded to groups on the CPU
-
-
 def test_quantized_numbers_are_near() -> None:
     weight = torch.randn(64, 128, generator=torch.Generator().manual_seed(0))
     wholes, scales, zeros = rounded_to_groups(weight)
@@ -165,8 +162,7 @@ def test_quantized_numbers_are_near() -> None:
 
 
 def test_a_loaded_model_has_these_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kept in groups beside embeddings in bfloat16; with ``store="plain"``, the same numbers widened. A scale is for 32
-    inputs: layers of other widths are passed over, as is predicted."""
+    """In groups, beside embeddings in bfloat16, or widened. Layers of other widths than 32s are passed over."""
     monkeypatch.setattr(cpu_weights, "_LEAST_NUMBERS", 1)
     monkeypatch.setattr(cpu_weights, "_LEAST_IN_ALL", 1)
     model = random_llama(hidden_size=64, intermediate_size=144).to(torch.bfloat16)

@@ -56,10 +56,6 @@ def _words() -> Tokenizer:
     return word_tokenizer().backend_tokenizer
 
 
-def _pieces() -> Tokenizer:
-    return metaspace_tokenizer().backend_tokenizer
-
-
 BARE = {"tokenizer_class": "PreTrainedTokenizerFast"}
 CASES: dict[str, tuple[Callable[[], Tokenizer], dict[str, Any], dict[str, Any]]] = {
     "bare": (_words, BARE, {}),
@@ -70,7 +66,11 @@ CASES: dict[str, tuple[Callable[[], Tokenizer], dict[str, Any], dict[str, Any]]]
         | {"added_tokens_decoder": {"300": {**SPECIAL, "content": "<mask>"}, "299": SPECIAL | {"normalized": True}}},
         {},
     ),
-    "all roles": (_pieces, {**STATED, "tokenizer_class": "TokenizersBackend", "add_bos_token": True}, {}),
+    "all roles": (
+        lambda: metaspace_tokenizer().backend_tokenizer,
+        {**STATED, "tokenizer_class": "TokenizersBackend", "add_bos_token": True},
+        {},
+    ),
     "extra": (_words, BARE | {"additional_special_tokens": ["<tool>", {"__type": "AddedToken", **SPECIAL}]}, {}),
     "named": (_words, BARE | {"extra_special_tokens": {"boi_token": "<image>"}, "pad_token": None}, {}),
     "named, saved": (_words, BARE | {"model_specific_special_tokens": {"image_token": "<image>"}}, {}),
@@ -138,9 +138,7 @@ def test_tokenizer_files_equal_transformers(case: str, tmp_path: Path) -> None:
         _check(ours, again, text)
 
 
-@given(
-    text=st.text(max_size=40) | st.lists(st.sampled_from(("Once", " upon", "<|endoftext|>", "\n", "é"))).map("".join)
-)
+@given(st.text(max_size=40) | st.lists(st.sampled_from(("Once", " upon", "<|endoftext|>", "\n", "é"))).map("".join))
 def test_texts_of_the_embedded_tokenizer(text: str) -> None:
     _check(embedded_tokenizer(), _embedded_in_transformers(), text)
 

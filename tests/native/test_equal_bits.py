@@ -1,11 +1,6 @@
-"""The result of a token depends on the tokens before it alone, to the bit. So a text is the same bytes with and without
-a draft, alone and among others.
-
-In test_equal_bits differ: tokens in a forward, pieces of a prompt, parts of the softmax, windows; other rows, their
-texts and padding; slots, prefixes of other slots; rejected tokens and anchors of states; threads; form and arithmetic
-of weights, type of the cache. Joins, leaves and drafts differ in tests/decoding/test_joining.py; rows of a product in
-tests/cpu_kernels.
-"""
+"""The result of a token depends on the tokens before it alone, to the bit: a text is the same bytes with and without a
+draft, alone and among others. (Joins, leaves and drafts: tests/decoding/test_joining.py; rows of a product:
+tests/cpu_kernels.)"""
 
 import random
 from collections.abc import Callable, Iterator
@@ -84,8 +79,7 @@ def threads() -> Iterator[Callable[[int], None]]:
 
 @pytest.mark.parametrize(("make", "dtype"), _CASES)
 def test_equal_bits(make: Callable[[], PreTrainedModel], dtype: torch.dtype, threads: Callable[[int], None]) -> None:
-    """Texts in slots of a cache, which move, with forwards of any width and pieces of prompts; a prefix from another
-    slot; tokens that are rejected behind those that stay. Anchors of states follow."""
+    """Texts in slots, which move, with forwards of any width and pieces of prompts; prefixes of other slots."""
     native, rng, generator = native_forward(make()), random.Random(0), torch.Generator().manual_seed(0)
     texts = [torch.randint(1, VOCAB, (length,), generator=generator) for length in _LENGTHS]
     for ids in texts[1:]:

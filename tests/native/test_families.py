@@ -40,7 +40,6 @@ NUM_MORE = 6  # tokens of the round that follows
 
 
 def error(got: Tensor, want: Tensor) -> float:
-    """Largest difference, relative to the spread of the numbers."""
     return float((got - want).abs().max() / want.std())
 
 
@@ -100,8 +99,6 @@ def test_wrong_plan_changes_native_logits(change: Callable[[Plan], Plan]) -> Non
     assert largest_error(random_model("gemma2", CASES["gemma2"]["low caps"]), change) > 10 * TOLERANCE
 
 
-# What a plan does not know
-
 _FALCON = CASES["falcon_h1"]["no norm"]
 _GROUPS = CASES["glm4_moe"]["groups"]
 _DYNAMIC = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 500.0, "factor": 2.0}}
@@ -152,7 +149,6 @@ def _plan(family: str) -> Plan:
 
 
 def _changed(value: Any, kind: type, **changes: Any) -> Any:
-    """A plan whose first part of a kind has other numbers."""
     is_done = False
 
     def change(one: Any) -> Any:

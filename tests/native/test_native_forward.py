@@ -46,8 +46,7 @@ def _lm(model: PreTrainedModel, *, is_native: bool = False) -> LM:
 @pytest.mark.parametrize(("family", "name", "tolerance"), [*((*kind, 1e-5) for kind in _KINDS), *_BROKEN])
 @torch.inference_mode()
 def test_native_tokens_that_are_not_finite(family: str, name: str, tolerance: float) -> None:
-    """Logits are NaN from there on, as those of the model's own code, in that row alone; what replaces the token finds
-    the cache as if nothing had been there."""
+    """Logits are NaN from there on, in that row alone; what replaces the token finds a clean cache."""
     model = random_model(family, CASES[family][name])
     ids, clean = drawn(2, 9), drawn(2, 9)
     ids[0, 6] = 0
@@ -74,7 +73,6 @@ def test_native_tokens_that_are_not_finite(family: str, name: str, tolerance: fl
 
 @torch.inference_mode()
 def test_other_vocabularies_and_prefill() -> None:
-    """All that an LM adds to its model."""
     model, ids = random_model("qwen3", CASES["qwen3"]["windows"]), drawn(2, 30) % 50
     starts, ends, places = torch.tensor([0, 3]), torch.tensor([26, 9]), torch.arange(4)
     for change in (
@@ -264,8 +262,7 @@ def _errors(got: Tensor, want: Tensor) -> tuple[float, float]:
 
 @pytest.mark.parametrize(("form", "is_tied"), [(form, i % 2 == 0) for i, form in enumerate([*PLAIN, *BLOCKS])])
 def test_native_logits_equal_the_widened_model(form: str, is_tied: bool) -> None:
-    """Random blocks with offsets make a head look at one token alone, where a last bit of a score counts: the largest
-    error may be larger than in test_families.py, though Transformers' own is as large."""
+    """Random blocks with offsets make a head look at one token alone: the largest error may be larger."""
     model = model_in(form, tie_word_embeddings=is_tied)
     largest, usual = _errors(_logits(native_forward(model)), _twin(model))
     assert largest <= 2e-4 and usual <= 3e-6
@@ -274,9 +271,8 @@ def test_native_logits_equal_the_widened_model(form: str, is_tied: bool) -> None
 @pytest.mark.parametrize("form", BLOCKS)
 @pytest.mark.parametrize(("num_digits", "low", "high"), [(1, 3e-3, 3e-2), (2, 3e-5, 3e-4)])
 def test_native_logits_of_rounded_rows(form: str, num_digits: int, low: float, high: float) -> None:
-    """The twin rounds the same rows. But sums in another order round a number here and there to the next integer, and
-    these differences more numbers in what follows: it is near where integers have 8 bits, and no nearer than the model
-    that rounds nothing where they have 15."""
+    """Sums in another order round a number here and there to the next integer, which changes what follows: near where
+    integers have 8 bits, and no nearer than the model that rounds nothing where they have 15."""
     model = model_in(form, num_digits)
     native = native_forward(model)
     got = _logits(native)

@@ -94,7 +94,6 @@ def test_native_mtp_heads(family: str, layout: str, tmp_path: Path) -> None:
 
 @torch.inference_mode()
 def _block_results(head: LM, context: Tensor, lengths: list[int]) -> tuple[Tensor, Tensor]:
-    """Logits and outputs of blocks over contexts, in rows that draft."""
     session = heads.head_drafter(head).open(len(lengths), 64, torch.device("cpu"), 4)
     assert isinstance(session, heads.BlockSession)
     places = torch.arange(context.shape[1]).expand(len(lengths), -1)

@@ -35,8 +35,7 @@ void operator delete[](void* place, std::size_t) noexcept { std::free(place); }
 
 @pytest.mark.skipif(sys.platform == "darwin", reason="macOS preloads in another way")
 def test_native_forward_survives_failed_allocations(tmp_path: Path) -> None:
-    """An error, and the next call has the same bytes. Of two threads none allocates in a forward, where an exception
-    would end the process."""
+    """An error, and the next call has the same bytes. Of two threads none allocates in a forward."""
     library = tmp_path / "failing.so"
     command = [*compiler(), "-shared", "-fPIC", "-x", "c++", "-", "-o", str(library)]
     subprocess.run(command, input=_FAILING, text=True, check=True)

@@ -211,9 +211,6 @@ def test_copies_are_those_of_their_own_calls(is_hybrid: bool, monkeypatch: pytes
     assert sum(fed) == 2 * (len(PROMPT) - 1)
 
 
-# In tasks of an event loop
-
-
 def test_tasks_share_a_session() -> None:
     decoder, prompts = _decoder(), [[*PROMPT, i] for i in range(6)]
     alone = [decoder.generate([one], seed=i, max_new_tokens=12)[0].token_ids for i, one in enumerate(prompts)]

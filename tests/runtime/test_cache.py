@@ -1,5 +1,4 @@
-"""The slot cache: random models of many kinds give through it what one full forward gives. Their weights are large, so
-that attention matters; all is in float64. Where there is a sliding window it is shorter than the text."""
+"""The slot cache: random models of many kinds give through it, in float64, what one full forward gives."""
 
 import mmap
 from collections.abc import Callable
@@ -79,7 +78,6 @@ def _model(name: str, seed: int = 3) -> tf.PreTrainedModel:
 
 
 def _distance(lm: LM, num_tokens: int = 40) -> float:
-    """How far logits of ragged blocks are from one full forward."""
     ids = torch.randint(V, (3, num_tokens), generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
         full: Tensor = lm.model(ids).logits
@@ -100,8 +98,7 @@ def _distance(lm: LM, num_tokens: int = 40) -> float:
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_ragged_blocks_equal_one_full_forward(name: str) -> None:
-    """Logits to 1e-10, rows each at their own pace; with one place more or less in the window they differ. (Llama 4
-    rotates in float32.)"""
+    """To 1e-10; with one place more or less in the window they differ. (Llama 4 rotates in float32.)"""
     lm = as_lm(_model(name))
     assert _distance(lm) < (1e-5 if name == "Llama 4" else 1e-10)
     for field, size in (("window", 5), ("window", 7), ("chunk", 5), ("chunk", 7)):
@@ -112,7 +109,6 @@ def test_ragged_blocks_equal_one_full_forward(name: str) -> None:
 
 
 def _large() -> nn.Module:
-    """Model larger than a page, with two layers that share a weight."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(1024, 768), nn.Linear(768, 768), nn.BatchNorm1d(768), nn.Linear(768, 1024))
     model[3].weight = model[0].weight
@@ -125,8 +121,7 @@ def _addresses(model: nn.Module) -> dict[str, int]:
 
 @pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="this system has no such pages")
 def test_weights_in_huge_pages_are_the_same_numbers() -> None:
-    """In parameters with a storage of their own each, which layers that share a weight still share. Views of common
-    memory stay where they are."""
+    """Each in a storage of its own; layers that share a weight still do. Views of common memory stay where they are."""
     model, both = _large(), torch.randn(2, 768, 768)
     model.extend((nn.Linear(768, 768), nn.Linear(768, 768)))
     model[4].weight, model[5].weight = nn.Parameter(both[0]), nn.Parameter(both[1])

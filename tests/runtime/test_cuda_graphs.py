@@ -71,9 +71,6 @@ def test_a_step_that_cannot_be_captured_is_tried_once_and_leaves_states_alone() 
     assert cache.anchors.tolist() == [24] and not all(map(torch.equal, states, before))
 
 
-# Programs that are wrong.
-
-
 def _after_replays(program: Any, change: Callable[[], Any]) -> None:
     replay = program.replay
 
@@ -109,7 +106,6 @@ def _with_rounding(program: Any, call: Any) -> None:
 
 
 def _spoil(patch: pytest.MonkeyPatch, change: Callable[[Any, Any], None]) -> None:
-    """Let a device capture wrongly."""
     called = cuda_graphs._called
 
     def wrong(inputs: list[Tensor], call: Any) -> Any:
@@ -162,9 +158,7 @@ _DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
 @pytest.mark.gpu
 @pytest.mark.parametrize("rule", RULES.values(), ids=lambda rule: rule.name)
 @pytest.mark.parametrize("options", [{}, {"rope_parameters": _DYNAMIC}], ids=["llama", "frequencies by the position"])
-def test_recorded_steps_say_what_eager_ones_say(
-    options: dict[str, Any], rule: Rule, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_recorded_steps_equal_eager_ones(options: dict[str, Any], rule: Rule, caplog: pytest.LogCaptureFixture) -> None:
     """Rotary frequencies may be chosen on the host, by the highest position; within the context they stay the same."""
     model = tiny_llama(**options)
     drafter = model_drafter(as_lm(perturbed(model, 0.1).to("cuda"), "draft"))

@@ -66,8 +66,7 @@ def _rows(logits: Tensor, settings: Settings) -> Candidates:
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_rows_equal_full_rows(options: dict) -> None:
-    """The same tokens, and probabilities up to the rounding of an exponential in float32; the same draws from them, by
-    uniform numbers and with the noise of four positions."""
+    """Tokens, probabilities up to the rounding of a float32 exponential, and draws, by numbers and noise."""
     for vocab_size, scale in itertools.product(SIZES, (0.1, 2, 5)):
         logits, settings = _logits(vocab_size, scale), _settings([Sampling(**options)] * 2, vocab_size)
         want, rows = normalise(to_probs(logits, settings)), _rows(logits, settings)
@@ -86,7 +85,6 @@ def test_rows_equal_full_rows(options: dict) -> None:
 
 @pytest.mark.parametrize("options", [*OPTIONS, {"logit_bias": {3: 2.0}, "top_p": 0.9}], ids=str)
 def test_rows_of_few_tokens(options: dict) -> None:
-    """Those of all tokens, of which the others have no probability; also where an option names tokens."""
     for vocab_size, num_tokens in ((5000, 300), (70, 65), (9, 1)):
         ids = torch.randperm(vocab_size, generator=torch.Generator().manual_seed(1))[:num_tokens].sort().values
         logits, settings = _logits(num_tokens, 2), _settings([Sampling(**options)] * 2, vocab_size)
@@ -100,7 +98,6 @@ def test_rows_of_few_tokens(options: dict) -> None:
 
 
 def test_a_row_depends_on_nothing_but_itself() -> None:
-    """Rows of all options in one batch, of which some list all tokens: bit for bit as alone."""
     samplings = [Sampling(**options) for options in OPTIONS]
     logits = _logits(3000, 2)[:, :1].repeat(len(samplings), 1, 1)[: len(samplings)]
     together = _rows(logits, _settings(samplings, 3000))
@@ -156,13 +153,9 @@ def test_buffers_are_used_again() -> None:
         RULES["block"].verify(rows, Draft(torch.zeros(2, 2).long(), other, torch.tensor([2, 2])), noise)
 
 
-# The loop, with models in float32.
-
-
 @pytest.mark.parametrize("rule", (RULES | WRONG_RULES).values(), ids=RULES | WRONG_RULES)
 def test_full_rows_of_a_draft_are_taken(rule: Rule, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A drafter may give its q as a tensor: the verdict is the same. The certificate's wrong rules draw from candidates
-    too. Under gumbel the target's rows are drawn from as in plain decoding, and never made full for a q that is."""
+    """The verdict is the same, also of wrong rules. Under gumbel the target's rows are never made full."""
     settings = _settings([Sampling(top_k=20)] * 2, 200)
     p, q = _rows(_logits(200, 2), settings), _rows(_logits(200, 2, seed=1), settings)[:, :2]
     noise = rule.make_noise(torch.tensor([1, 2]), torch.tensor([4, 9]), 2, 200)

@@ -37,8 +37,7 @@ KNOWN_ANSWERS = [
 @given(st.lists(st.tuples(*[WORDS] * 6), max_size=5))
 @example([])
 def test_philox_gives_the_published_known_answers(rows: list[tuple[int, ...]]) -> None:
-    """So does its slow twin, which is equal on any counters and keys, many at a time. At the extremes of the words the
-    uniform numbers do not reach 0 or 1, so that the logarithms in the Gumbel noise stay finite."""
+    """And so does its slow twin. At the extremes of the words the uniform numbers do not reach 0 or 1."""
     known = [[int(word, 16) for word in " ".join(one).split()] for one in KNOWN_ANSWERS]
     words = torch.tensor([*rows, *(one[:6] for one in known)])
     expected = [reference.philox(row[:4], row[4:]) for row in words.tolist()]

@@ -23,28 +23,12 @@ PREFIX = (3, 3, 17, 39, 0, 17, 17)
 NUM_PROMPT = 3
 
 # Values that float32 holds exactly, so that both sides compare with the same numbers.
-EDGES = {
-    "temperature": [0.0, 0.625, 2.0],
-    "top_k": [1, 7, V, 10 * V],
-    "top_p": [0.875, 0.25, 0.0009765625, 1e-9],
-    "min_p": [0.125, 1.0],
-    "repetition_penalty": [1.5, 0.75],
-    "presence_penalty": [1.5],
-    "frequency_penalty": [-0.75],
-    "min_tokens": [4, 5, 2**70],
-    "logit_bias": [{0: 2.5, 17: -math.inf, 5: -0.5}],
-}
-TOGETHER = {
-    "temperature": [0.0, 0.625, 2.0],
-    "top_k": [0, 5],
-    "top_p": [1.0, 0.75],
-    "min_p": [0.0, 0.125],
-    "repetition_penalty": [1.0, 1.5],
-    "presence_penalty": [0.0, 0.5],
-    "frequency_penalty": [0.0, 1.25],
-    "min_tokens": [0, 7],
-    "logit_bias": [None, {0: 2.5, 17: -math.inf}],
-}
+EDGES = {"temperature": [0.0, 0.625, 2.0], "top_k": [1, 7, V, 10 * V], "top_p": [0.875, 0.25, 0.0009765625, 1e-9]}
+EDGES |= {"min_p": [0.125, 1.0], "repetition_penalty": [1.5, 0.75], "presence_penalty": [1.5]}
+EDGES |= {"frequency_penalty": [-0.75], "min_tokens": [4, 5, 2**70], "logit_bias": [{0: 2.5, 17: -math.inf, 5: -0.5}]}
+TOGETHER = {"temperature": [0.0, 0.625, 2.0], "top_k": [0, 5], "top_p": [1.0, 0.75], "min_p": [0.0, 0.125]}
+TOGETHER |= {"repetition_penalty": [1.0, 1.5], "presence_penalty": [0.0, 0.5], "frequency_penalty": [0.0, 1.25]}
+TOGETHER |= {"min_tokens": [0, 7], "logit_bias": [None, {0: 2.5, 17: -math.inf}]}
 
 
 def _settings(rows: list[Sampling], vocab_size: int = V) -> Settings:
@@ -62,8 +46,7 @@ def _ours(logits: Tensor, rows: list[Sampling]) -> Tensor:
 
 @pytest.mark.parametrize(("dtype", "rtol"), [(torch.float32, 1e-5), (torch.float64, 1e-12)])
 def test_options_are_hugging_faces_processors_in_order(dtype: torch.dtype, rtol: float) -> None:
-    """Each alone on ten rows, and all combinations, in one mixed batch: the same tokens kept, the same probabilities up
-    to rounding, in the dtype of the logits, but that narrow ones are widened first. A row is bit for bit as alone."""
+    """Each alone on ten rows, and all combinations, in one mixed batch. A row is bit for bit as alone."""
     rows = [Sampling(**{name: value}, stop_token_ids=(7, 9)) for name, values in EDGES.items() for value in values] * 10
     combined = (zip(TOGETHER, values, strict=True) for values in itertools.product(*TOGETHER.values()))
     rows += [Sampling(**dict(pairs), stop_token_ids=(3, 5)) for pairs in combined]
@@ -79,8 +62,7 @@ def test_options_are_hugging_faces_processors_in_order(dtype: torch.dtype, rtol:
 
 
 def test_ties_are_kept_or_go_to_the_lowest_id() -> None:
-    """Greedy ones to the lowest id, in a greedy batch and beside sampled rows. Those with the k-th all stay, and top_p
-    cuts a tail of exactly the rest, as in Hugging Face's processors."""
+    """Greedy ones to the lowest id. Those with the k-th all stay; top_p cuts a tail as in Hugging Face's processors."""
     logits = torch.tensor([[[1.0, 5.0, 5.0, 5.0]]]).expand(2, 1, 4)
     for rows in ([Sampling(temperature=0.0)] * 2, [Sampling(temperature=0.0), Sampling()]):
         assert to_probs(logits, _settings(rows, 4))[0, 0].tolist() == [0.0, 1.0, 0.0, 0.0]
@@ -97,8 +79,7 @@ def test_ties_are_kept_or_go_to_the_lowest_id() -> None:
 
 
 def test_tiny_temperatures_are_greedy_and_finite() -> None:
-    """Down to the least number that the option takes, in a batch of its own and beside a greedy row; and logits far
-    apart do not overflow."""
+    """Down to the least number that the option takes, alone and beside a greedy row."""
     for temperature, (least, most) in itertools.product((1e-3, 1e-30, 1e-44, 5e-324), ((-1.0, 40.0), (-1e30, 1e30))):
         rows = [Sampling(temperature=temperature), Sampling(temperature=0.0)]
         logits = torch.tensor([[[least, most, 39.0, -torch.inf]]], dtype=torch.float64)
@@ -145,8 +126,7 @@ LEAST, MOST = 2.0**-53, 1.0 - 2.0**-53  # the extremes of noise.py
     st.sampled_from([torch.float32, torch.float64]),
 )
 def test_draw_never_returns_a_token_of_weight_zero(weights: list[float], u: float, dtype: torch.dtype) -> None:
-    """For any weights and any number that the noise can be; and at the extremes the first and the last token that
-    have weight enough."""
+    """For any weights and any number that the noise can be, the extremes too."""
     token = int(draw(torch.tensor([weights], dtype=dtype), torch.tensor([u], dtype=torch.float64)))
     assert weights[token] > 0
     heavy = [v for v, weight in enumerate(weights) if weight >= 0.1]
@@ -163,9 +143,6 @@ def test_draw_inverts_the_cumulative_sum_exactly() -> None:
         numbers = torch.tensor([math.nextafter(boundary / 16, 0.0), boundary / 16], dtype=torch.float64)
         assert draw(weights, numbers).tolist() == {4: [0, 2], 7: [2, 5], 15: [5, 6]}[boundary]
 
-
-# The law under options that look back, by enumeration (round_laws.py); the law wanted is that of the target alone, by
-# Hugging Face's processors and, for the penalties of OpenAI's API, a count (reference.py).
 
 _PROMPT = (0, 2, 0)
 _TABLES = random_table(3, 0, 1.5), random_table(3, 1)
@@ -185,7 +162,7 @@ _ALL = Sampling(
 @pytest.mark.parametrize("sampling", [_FREQUENCY, _ALL], ids=["frequency", "all"])
 @pytest.mark.parametrize("rule", [REJECTION, BLOCK], ids=lambda rule: rule.name)
 def test_the_law_is_the_targets(rule: Rule, sampling: Sampling, k: int) -> None:
-    """To 1e-12. (The tokens of ``gumbel`` are those of plain decoding: tests/drafters/test_contract.py.)"""
+    """To 1e-12, of the target alone by reference.py. (Tokens of ``gumbel``: tests/drafters/test_contract.py.)"""
     law = rounds_law(partial(round_law, rule, k, _TABLES, _PROMPT, sampling), 3)
     assert sum(law.values()) == pytest.approx(1, abs=1e-12)
     assert law_distance(law, table_law(_TABLES[0], _PROMPT, sampling, 3)) < 1e-12

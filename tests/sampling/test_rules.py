@@ -48,16 +48,12 @@ def _rows(vocab_size: int) -> st.SearchStrategy[Probs]:
 @example(([0.0, 0.0, 1.0, 0.0], [0.1, 0.2, 0.3, 0.4]))
 @example(([1 / 3, 1 / 3, 1 / 3, 0.0], [1 / 3, 1 / 3 - 1e-16, 1 / 3, 1e-16]))
 def test_accepted_and_residual_add_up_to_p(rows: tuple[Probs, Probs]) -> None:
-    """min(p, q) + (1 - sum min(p, q)) * residual == p to 1e-12, for any rows. Of equal rows nothing is left; what would
-    be drawn, were it ever asked for, is p."""
+    """min(p, q) + (1 - sum min(p, q)) * residual == p to 1e-12. Of equal rows nothing is left, and p would be drawn."""
     p, q = torch.tensor(rows, dtype=torch.float64)
     rest, both = residual(p, q), torch.minimum(p, q)
     assert rest.sum() > 0
     assert not torch.equal(p, q) or torch.allclose(rest / rest.sum(), p, rtol=0.0, atol=1e-12)
     torch.testing.assert_close(both + (1 - both.sum()) * rest / rest.sum(), p, rtol=0.0, atol=1e-12)
-
-
-# Against the slow twin, case by case.
 
 
 def _random_rounds(rng: np.random.Generator, num: int, k: int) -> tuple[Tensor, Draft]:
@@ -77,9 +73,8 @@ def _random_rounds(rng: np.random.Generator, num: int, k: int) -> tuple[Tensor, 
     ids=[*ON_ALL_ROWS, *(f"{rule.name}, rows that nearly sum to 1" for rule in UNIFORM_RULES)],
 )
 def test_rules_equal_their_slow_twins(rule: Rule, off_by: float) -> None:
-    """1,000 ragged rounds: length, token, p and q. Half of the uniform numbers lie 1e-9 from a threshold, or from the
-    end of a token's cell, also where the rows given are not quite normalised, as a softmax in float32 leaves them. Only
-    the token drawn from an (almost) empty rest is left out."""
+    """1,000 ragged rounds. Half of the uniform numbers lie 1e-9 from a threshold, or from the end of a token's cell,
+    also where rows are not quite normalised. Only the token drawn from an (almost) empty rest is left out."""
     rng = np.random.default_rng(1)
     p, draft = _random_rounds(rng, 1000, 4)
     cases, accept, uniforms = [], rng.uniform(1e-6, 1 - 1e-6, (1000, 4)), rng.uniform(1e-6, 1 - 1e-6, 1000)
@@ -111,8 +106,7 @@ def test_rules_equal_their_slow_twins(rule: Rule, off_by: float) -> None:
 
 
 def test_gumbel_takes_what_the_target_would_take() -> None:
-    """1,000 ragged rounds, against plain loops: the argmax of log p + noise at each position; drafts stand while they
-    agree. Noise for a further offset is there, and not used."""
+    """1,000 ragged rounds, against plain loops: the argmax of log p + noise at each position."""
     rng = np.random.default_rng(2)
     p, draft = _random_rounds(rng, 1000, 4)
     noise = rng.gumbel(size=(1000, 6, 4))
@@ -132,8 +126,6 @@ def test_gumbel_takes_what_the_target_would_take() -> None:
     assert verdict.num_accepted.bincount(minlength=5).min() > 20
 
 
-# The exact law, by enumeration.
-
 PLAIN, TOP_K, TOP_P = Sampling(), Sampling(top_k=2), Sampling(top_p=0.7)
 COLD, MIN_P, GREEDY = Sampling(temperature=0.5), Sampling(min_p=0.3), Sampling(temperature=0.0)
 SIDES = [  # options of the target and of the draft
@@ -151,7 +143,6 @@ SIDES = [  # options of the target and of the draft
 
 
 def _table(seed: int, sampling: Sampling, scale: float = 1.2) -> Table:
-    """Probabilities that float32 holds, and that sum to 1."""
     settings = Settings.of([sampling] * 3, 3, torch.device("cpu"))
     rows = to_probs(random_table(3, seed, scale)[:, None], settings)[:, 0]
     rows = (rows * 2**20).round() / 2**20
@@ -163,8 +154,7 @@ def _markov_law(table: Table, first: int, num_tokens: int) -> Law:
 
 
 def _assert_law(laws: dict[tuple[int, int], Law], target: Table, drafted_after: list[int], num_tokens: int) -> None:
-    """From each first token: the rounds' law of the first tokens is the target's to 1e-12. ``drafted_after[i]``
-    tokens are drafted after i tokens of output."""
+    """The rounds' law of the first tokens is the target's to 1e-12. ``drafted_after[i]``: tokens drafted after i."""
     for first in range(3):
         law = rounds_law(lambda text, first=first: laws[(first, *text)[-1], drafted_after[len(text)]], num_tokens)
         assert law_distance(law, _markov_law(target, first, num_tokens)) < 1e-12
@@ -172,9 +162,8 @@ def _assert_law(laws: dict[tuple[int, int], Law], target: Table, drafted_after: 
 
 @pytest.mark.parametrize("rule", ON_ALL_ROWS.values(), ids=ON_ALL_ROWS)
 def test_output_law_is_the_targets(rule: Rule) -> None:
-    """Four tokens, from one to four rounds: all with K drafts; of 0 to 3 drafts in one batch, padded with rubbish, in
-    any order; and with one-hot drafts (probs=None), ragged as well, in each of the 27 ways to propose one token after
-    each. Equal models accept everything."""
+    """Four tokens, from one to four rounds: all with K drafts; of 0 to 3 drafts in one batch, padded with rubbish; and
+    one-hot drafts, ragged as well, in each of the 27 ways to propose one token after each."""
     for (of_target, of_draft), k in itertools.product(SIDES, (1, 2, 3)):
         target, draft = _table(k, of_target), _table(k + 10, of_draft)
         laws = round_laws(outcomes(rule, rule.name, target, draft, [k]))

@@ -38,8 +38,7 @@ def tool(name: str = "weather", schema: Mapping[str, Any] = WEATHER, **more: Any
 
 
 def scripted(script: Sequence[str], template: str, markers: Mapping[str, bool], *, has_draft: bool = False) -> Decoder:
-    """It says the script after any prompt, a token for each piece. Markers are tokens of their own, special or not.
-    A draft knows the script, and proposes up to 8 tokens of it."""
+    """It says the script after any prompt, a token for each piece, 8 at a time by a draft. Markers are tokens."""
     vocab = {"<start>": 0} | {f"{piece}§{i}§": i for i, piece in enumerate(script, 1)} | {"<end>": len(script) + 1}
     for i, piece in enumerate(script, 1):
         if piece in markers:

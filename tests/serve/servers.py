@@ -87,7 +87,6 @@ def as_sent(value: object, path: str = "/v1/completions", *headers: str) -> byte
 
 
 def unread(one: Running, sent: bytes) -> socket.socket:
-    """A connection whose answer is not read."""
     connection = socket.socket()
     one.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # else megabytes fit between the two
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)

@@ -74,9 +74,7 @@ def test_a_server_is_sampled_and_tested(right: Running, wrong: Running, prompts:
     assert document["statistical"]["estimate"] > 0.1 and len(_lines(tmp_path / "w-plain.jsonl")) == 36
 
 
-def test_texts_without_ids_that_other_tokens_may_spell_are_left_out(
-    right: Running, prompts: Path, tmp_path: Path
-) -> None:
+def test_texts_that_other_tokens_may_spell_are_left_out(right: Running, prompts: Path, tmp_path: Path) -> None:
     file = tmp_path / "s.jsonl"
     assert _run(file, "--server", right.url, "--prompts", prompts, "-n", 16, "--num-texts", 30)[0] in (0, 3)
     rows = [{key: value for key, value in row.items() if key != "token_ids"} for row in _lines(file)]

@@ -83,11 +83,8 @@ def exif() -> bytes:
     return b"Exif\0\0II*\0" + struct.pack("<IHHHIII", 8, 1, 0x112, 3, 1, 6, 0)
 
 
-def test_images_that_cannot_be_read_are_refused(
-    decoder: Decoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nothing is fetched. Small files with more pixels in all than fit are refused before one is decoded; those of a
-    JPEG count for every 16 scans, all of which are read."""
+def test_unreadable_images_are_refused(decoder: Decoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small files with too many pixels in all are refused before one is decoded; a JPEG counts for every 16 scans."""
     # Some bytes are millions of pixels, which Pillow sets one by one.
     header = struct.pack("<IiiHHIIiiII", 40, 8192, 8192, 1, 8, 1, 4, 0, 0, 256, 0)
     runs = b"BM" + struct.pack("<IHHI", 0, 0, 0, 14 + len(header) + 1024) + header + bytes(1024) + b"\0\0\0\1"
@@ -117,9 +114,7 @@ def test_images_that_cannot_be_read_are_refused(
         outrider.load(random_llama()).generate([chat(small)])
 
 
-def test_the_server_takes_images_in_the_request(
-    decoder: Decoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_server_takes_images_in_requests(decoder: Decoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither files nor addresses. An image is read once for all choices."""
     reads: list[Any] = []
     monkeypatch.setattr(decoder_module, "read_media", lambda *given: reads.append(given) or read_media(*given))

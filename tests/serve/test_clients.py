@@ -74,7 +74,6 @@ def test_who_sends_by_drips_is_left(sent: bytes, monkeypatch: pytest.MonkeyPatch
         connection.settimeout(0.01)
 
         def is_left() -> bool:
-            """Whether the connection is closed; else another byte is sent."""
             try:
                 connection.sendall(b" " if sent else b"")
                 return connection.recv(1000) == b""

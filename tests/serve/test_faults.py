@@ -32,15 +32,13 @@ LONG = {"prompt": "w1", "max_tokens": 900_000, "seed": 1}
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Running]:
-    """Texts of it have no end, unless they are asked for. Those who wait hear of it soon."""
     monkeypatch.setattr(admission, "_KEEP_ALIVE_S", 0.05)
     with running(words(1_000_000), num_slots=2, context_len=1_000_000, max_queue=1) as one:
         yield one
 
 
 def test_disconnected_clients_free_their_slots(server: Running, caplog: pytest.LogCaptureFixture) -> None:
-    """Of streams: many, since a client may leave when there is something to send; of whole answers; and in the middle
-    of a request, which is not logged as a fault of ours."""
+    """Of streams, of whole answers, and in the middle of a request, which is not logged as a fault of ours."""
     with server.openai() as client:
         for _ in range(10):
             stream = client.completions.create(model="toy", **LONG, n=2, stream=True)

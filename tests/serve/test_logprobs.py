@@ -67,7 +67,6 @@ def asked(server: Running, path: str, body: Mapping[str, Any]) -> list[dict[str,
 
 
 def sliced(choice: Mapping[str, Any]) -> list[str]:
-    """The text between the places of the tokens."""
     offsets = [*choice["logprobs"]["text_offset"], len(choice["text"])]
     return [choice["text"][begin:end] for begin, end in itertools.pairwise(offsets)]
 

@@ -28,7 +28,6 @@ def server(decoder: Decoder) -> Iterator[Running]:
 
 
 def events_of(text: str) -> list[dict[str, Any]]:
-    """Without the comments that come where the machine is slow."""
     *events, done, rest = text.split("\n\n")
     assert (done, rest) == ("data: [DONE]", "")
     return [json.loads(event.removeprefix("data: ")) for event in events if event != ": keep-alive"]

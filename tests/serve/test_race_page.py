@@ -71,7 +71,6 @@ def fill(driver: Any, **values: object) -> None:
 
 
 def found_by_axe(driver: Any) -> list[str]:
-    """Faults that axe-core (by Deque) finds in the page."""
     axe = pytest.importorskip("axe_core_python", reason="axe is not installed: pip install axe-core-python")
     driver.execute_script((Path(axe.__file__).parent / "axe.min.js").read_text(encoding="utf-8"))
     found = driver.execute_async_script("const done = arguments[0]; axe.run().then(done, done)")
@@ -108,8 +107,7 @@ def test_a_race_to_its_end_and_again(driver: Any, server: Running) -> None:
 
 
 def test_the_policy_is_kept(driver: Any, server: Running) -> None:
-    """The browser refuses markup from a string, and styles that are not the server's. (The control of the check of the
-    console, too.)"""
+    """The browser refuses markup from a string, and styles that are not the server's. (The console's control, too.)"""
     driver.get(server.url)
     markup = "try { document.body.innerHTML = '<p>'; return '' } catch (error) { return error.name }"
     assert driver.execute_script(markup) == "TypeError"

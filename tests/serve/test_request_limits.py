@@ -80,7 +80,6 @@ def _nothing_is_known() -> None:
 
 
 def readings() -> list[psutil.Process]:
-    """Processes of ours that read a constraint."""
     found = []
     for process in psutil.Process().children():
         with contextlib.suppress(psutil.NoSuchProcess):

@@ -63,8 +63,7 @@ def test_the_text_is_that_of_the_library(decoder: Decoder, client: OpenAI) -> No
 
 
 def test_eight_clients_get_their_text_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """More rows than slots, so that rows join and leave; prompts with common prefixes, which are reused; others without
-    a seed between them, whose K changes with the load."""
+    """More rows than slots; common prefixes are reused; others without a seed between them, whose K changes."""
     monkeypatch.setattr("outrider.decoding.schedule.Estimates.choose", lambda self, rows, num_rows: (6 // num_rows, 2))
     decoder = replace(embedded("float64"), num_draft_tokens="auto")
     stem = "Once upon a time there was a king who had three sons, and the youngest of them was called"

@@ -28,22 +28,11 @@ _KINDS = ("sliding_attention", "full_attention")
 
 def _config(vocab_size: int, size: int, layer_types: list[str], **options: Any) -> Gemma4TextConfig:
     """Head sizes and windows differ by type; a wrong window is seen."""
-    sizes: dict[str, Any] = {
-        "vocab_size": vocab_size,
-        "hidden_size": size,
-        "intermediate_size": size + 16,
-        "num_hidden_layers": len(layer_types),
-        "layer_types": layer_types,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "global_head_dim": 16,
-        "sliding_window": WINDOW,
-        "initializer_range": 0.3,
-        "max_position_embeddings": 256,
-        "hidden_size_per_layer_input": 0,
-        "vocab_size_per_layer_input": 0,
-    }
+    sizes: dict[str, Any] = {"vocab_size": vocab_size, "hidden_size": size, "intermediate_size": size + 16}
+    sizes |= {"num_hidden_layers": len(layer_types), "layer_types": layer_types, "num_attention_heads": 4}
+    sizes |= {"num_key_value_heads": 2, "head_dim": 8, "global_head_dim": 16, "sliding_window": WINDOW}
+    sizes |= {"initializer_range": 0.3, "max_position_embeddings": 256, "hidden_size_per_layer_input": 0}
+    sizes |= {"vocab_size_per_layer_input": 0}
     return Gemma4TextConfig(**sizes | options, bos_token_id=None, eos_token_id=None, pad_token_id=None)
 
 
@@ -57,13 +46,8 @@ def tiny_gemma4(vocab_size: int = 60, seed: int = 0, **options: Any) -> PreTrain
 def tiny_assistant(
     vocab_size: int = 60, *, num_groups: int = 0, num_chosen: int = 1, num_sliding: int = 2, **options: Any
 ) -> PreTrainedModel:
-    """An assistant whose last layer has full attention.
-
-    Args:
-        num_groups: of an ordered vocabulary; 0 for a usual LM head.
-        num_sliding: layers with sliding attention.
-        options: of its layers.
-    """
+    """An assistant whose last layer has full attention, after ``num_sliding`` others; ``num_groups`` of an ordered
+    vocabulary, or 0 for a usual LM head."""
     types = [*[_KINDS[0]] * num_sliding, _KINDS[1]]
     config = Gemma4AssistantConfig(
         text_config=_config(vocab_size, 16, types, num_kv_shared_layers=len(types), **options),
@@ -80,7 +64,6 @@ def tiny_assistant(
 
 
 def load_assistant(model: PreTrainedModel, target: LM) -> LM:
-    """As it is loaded from files."""
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         head = load_head(ModelSpec(name="assistant", path=Path(folder)), target)

@@ -34,22 +34,12 @@ def write_block(
     layers: dict[str, Any] | None = None,
     **flags: Any,
 ) -> None:
-    """Write a block head: DFlash or DFlash 2.
-
-    Args:
-        layout: "zlab" or "speculators".
-        token_ids: the target's ids of its tokens; None for all of them.
-        is_second: with the convolutions and the candidate selector of DFlash 2.
-        layers: settings of its layers.
-        flags: other settings.
-    """
+    """Write a block head: DFlash or, with convolutions and the candidate selector (``is_second``), DFlash 2; layout
+    "zlab" or "speculators"; of ``token_ids`` of the target, or of all; ``layers`` are settings of layers."""
     config = target.config
     size, num = config.hidden_size, config.vocab_size
-    shapes: dict[str, tuple[int, ...]] = {
-        "fc.weight": (size, len(LAYERS) * size),
-        "hidden_norm.weight": (size,),
-        "norm.weight": (size,),
-    }
+    shapes: dict[str, tuple[int, ...]] = {"fc.weight": (size, len(LAYERS) * size), "hidden_norm.weight": (size,)}
+    shapes |= {"norm.weight": (size,)}
     shapes |= layer_shapes(config, num_layers, has_head_norms=True)
     if token_ids is not None:
         shapes["lm_head.weight"] = (len(token_ids), size)
@@ -85,7 +75,6 @@ def write_block(
 
 
 def tiny_block_drafter(target: LM, **options: Any) -> Drafter:
-    """A drafter with such a head."""
     model: Any = target.model
     with tempfile.TemporaryDirectory() as folder:
         write_block(Path(folder), model, **options)
@@ -104,6 +93,5 @@ def frozen_tensors(shapes: dict[str, tuple[int, ...]], seed: int, scale: float) 
 
 
 def add_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
-    """Add tensors to a checkpoint of one file."""
     path = folder / "model.safetensors"
     save_file({**load_file(path), **tensors}, path, metadata={"format": "pt"})

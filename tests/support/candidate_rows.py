@@ -11,8 +11,7 @@ from outrider.sampling.rules import Rule
 
 
 def as_candidates(rows: Tensor, buffers: CandidateBuffers, *, lists_all: bool = False) -> Candidates:
-    """The same rows, which float32 must hold; of V weights without ids, as where nothing is filtered, if asked for.
-    [..., V]"""
+    """The same rows, which float32 must hold; if asked for, of V weights without ids. [..., V]"""
     flat = rows.reshape(-1, rows.shape[-1]).to(torch.float32)
     made, _ = buffers.of_logits(torch.zeros_like(flat)[None], torch.ones(1))  # V weights of each
     for number, row in zip(made.index[0].tolist(), flat, strict=True):

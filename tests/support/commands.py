@@ -19,8 +19,6 @@ _WITHOUT_MODELS = "models", "analyze", "export"
 
 @dataclass(frozen=True)
 class Ended:
-    """How a command ended."""
-
     code: int
     out: str
     err: str
@@ -39,7 +37,6 @@ Outrider = Callable[..., Ended]
 
 @cache
 def command_of(words: str) -> Any:
-    """A command by its words."""
     first, *others = words.split() or [""]
     command: Any = app.command_of(first) if first else get_command(app.app)
     for word in others:

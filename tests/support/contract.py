@@ -1,9 +1,6 @@
-"""The contract of drafters, checked by leading given sequences through the real engine.
-
-A forcing rule (outrider.measure.along) draws given tokens, some of them wrong here, and commits those of a given
-sequence, as many as were drafted right. So the engine shows the draft and the q of a drafter at any place of any
-sequence, after rounds of every kind.
-"""
+"""The contract of drafters: a forcing rule (outrider.measure.along) draws given tokens, some of them wrong, and commits
+those of a given sequence, as many as were drafted right. So the real engine shows the draft and the q of a drafter at
+any place of any sequence, after rounds of every kind."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -29,13 +26,8 @@ _MOST_K = 8
 
 @dataclass
 class Led:
-    """Drafts along given sequences.
-
-    Attributes:
-        drafts: by sequence and length at which the round began: K, the drafted tokens, and q [K, V] unless it is
-            one-hot.
-        drawn: q as given to the rule, likewise.
-    """
+    """Drafts by sequence and length at which the round began: K, tokens, and q [K, V] unless one-hot; and q as drawn
+    from."""
 
     drafts: dict[tuple[int, int], tuple[int, list[int], Tensor | None]] = field(default_factory=dict)
     drawn: dict[tuple[int, int], list[Tensor]] = field(default_factory=dict)
@@ -52,11 +44,7 @@ def lead(
     constant_ks: Sequence[int | None] | None = None,
     **options: Any,
 ) -> Led:
-    """Lead sequences, each a prompt and its continuation, through the engine.
-
-    Args:
-        drawn: the tokens that drafters draw, in place of the sequences' own; of the same lengths.
-    """
+    """Lead sequences, each a prompt and its continuation, through the engine; drafters draw ``drawn`` instead."""
     whole = [[*prompt, *rest] for prompt, rest in sequences]
     longest = max(map(len, whole)) + 2 * _MOST_K
     table, committed = (table_of(rows, longest, target.device) for rows in (whole if drawn is None else drawn, whole))
@@ -103,8 +91,7 @@ def lead(
 
 
 def check_no_look_ahead(target: LM, drafter: Drafter, prompt: Sequence[int], vocab_size: int, k: int) -> None:
-    """Force every draft of k tokens. Whether a token is drafted, and its q, are functions of the tokens before it
-    alone, and it is drawn from that q."""
+    """Force every draft of k tokens: tokens and their q are functions of the tokens before alone."""
     paths = list(product(range(vocab_size), repeat=k))
     led = lead(target, drafter, [(prompt, path) for path in paths], k)
     by_beginning: dict[tuple[int, ...], list[Tensor | None]] = {}
@@ -141,8 +128,7 @@ def check_state(
     *,
     atol: float = 1e-12,
 ) -> None:
-    """Drafts are a function of the sequence. After late joins, prefix hits, moves, rejections, rounds of other K and of
-    none, and beside rows that draft more, they are those of an engine that has just read the whole sequence."""
+    """Drafts are a function of the sequence: those of an engine that has just read the whole sequence."""
     generator = torch.Generator().manual_seed(0)
     drawn = []
     for prompt, rest in sequences:
@@ -154,7 +140,6 @@ def check_state(
 
     @cache
     def fresh(i: int, length: int, own_k: int) -> Led:
-        """After the whole sequence up to there, alone."""
         whole = [*sequences[i][0], *sequences[i][1]]
         return lead(target, drafter, [(whole[:length], whole[length : length + 1])], own_k, drawn=[drawn[i]])
 

@@ -21,9 +21,8 @@ def examples() -> dict[str, list[Any]]:
 
 
 def check(document: Any, name: str) -> None:
-    """Hold a document against the examples: at every place, it has the keys that all of them have, none that no
-    example has, and values of the JSON types that the examples have, or null. Where the examples have null alone, any
-    value is right."""
+    """Hold a document against the examples: at every place, it has the keys that all of them have, none that no example
+    has, and values of JSON types that examples have, or null. Null alone stands for any value."""
     _check(document, examples()[name], name)
 
 
@@ -47,7 +46,6 @@ def _check(value: Any, like: Sequence[Any], place: str) -> None:
 
 
 def _kind(value: Any) -> str:
-    """JSON type of a value."""
     return {bool: "boolean", int: "number", float: "number"}.get(type(value), type(value).__name__)
 
 

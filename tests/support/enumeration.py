@@ -1,10 +1,6 @@
-"""All that can happen in a round, put through the real rule: every draft, every fall of the coins, every next token.
-
-For Markov chains the text so far is summed up by its last token, so that the rounds are few enough to list. The slow
-twins of reference.py say where the uniform numbers lie that make each case, and how probable it is; what comes of the
-case is read off the function under test. The numbers lie just inside each case, so that a threshold that is off by
-1e-9 shows as well.
-"""
+"""All that can happen in a round, put through the real rule. The text of a Markov chain is summed up by its last token,
+so that rounds are few. The slow twins of reference.py say where the uniform numbers of each case lie, and how probable
+it is: just inside the case, so that a threshold that is off by 1e-9 shows as well."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -70,8 +66,7 @@ def list_cases(
 def outcomes(
     rule: Rule, name: str, target: Table, draft: Table, num_drafted: Sequence[int], later: Table | None = None
 ) -> list[Outcome]:
-    """All cases through ``rule``, in one batch: those of the thresholds of the rule ``name``. Columns beyond a row's
-    drafted tokens are filled with rubbish. ``later`` is the draft from the second token of a round on."""
+    """All cases through ``rule``: those of the thresholds of the rule ``name``. Padding is rubbish."""
     cases = list_cases(name, target, draft, num_drafted, later)
     k, vocab_size = max(num_drafted), len(target)
     p_rows = [[target[x] for x in _pad((case.last, *case.ids), k + 1)] for case in cases]

@@ -1,8 +1,6 @@
-"""The table of families: small configurations of Transformers, in every variation that a reader or an engine knows.
-
-From a row of FILES are made: the model, its GGUF file and llama.cpp's golden logits (gguf_models.py); and the native
-plan (native_cases.py). VARIATIONS are for native plans alone. Fields have unusual values, so that a mistaken one shows.
-"""
+"""The table of families: small configurations of Transformers, with unusual values, so that a mistaken one shows. From
+a row of FILES are made the model, its GGUF file and llama.cpp's golden logits (gguf_models.py), and the native plan
+(native_cases.py). VARIATIONS are for native plans alone."""
 
 import copy
 from dataclasses import dataclass, field
@@ -12,24 +10,13 @@ import numpy as np
 from transformers import AutoConfig
 
 Fields = dict[str, Any]
-SIZES: Fields = {
-    "vocab_size": 48,
-    "hidden_size": 32,
-    "intermediate_size": 56,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 160,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": None,
-}
+SIZES: Fields = {"vocab_size": 48, "hidden_size": 32, "intermediate_size": 56, "num_hidden_layers": 2}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 160, "bos_token_id": 1}
+SIZES |= {"eos_token_id": 2, "pad_token_id": None}
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model with a GGUF file."""
-
     model_type: str  # Transformers' name
     architecture: str  # llama.cpp's name
     fields: Fields  # of the configuration
@@ -57,23 +44,15 @@ def configuration(model_type: str, fields: Fields) -> Any:
     return AutoConfig.for_model(model_type, **stated)
 
 
-# Ropes
-
 _DEFAULT = {"rope_type": "default", "rope_theta": 500.0}
 _LINEAR = {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0}
 _YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 40}
 _OWN_YARN = _YARN | {"beta_fast": 8.0, "beta_slow": 2.0}
-_LLAMA3 = {"rope_type": "llama3", "rope_theta": 5000.0, "factor": 8.0, "low_freq_factor": 1.0} | {
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
-_LONGROPE = {"rope_type": "longrope", "rope_theta": 500.0, "short_factor": [1.0, 1.5, 2.0]} | {
-    "long_factor": [1.0, 2.5, 5.0],
-    "original_max_position_embeddings": 256,
-    "factor": 2.0,
-    "attention_factor": 1.19,
-    "partial_rotary_factor": 0.75,
-}
+_LLAMA3 = {"rope_type": "llama3", "rope_theta": 5000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+_LLAMA3 |= {"original_max_position_embeddings": 32}
+_LONGROPE = {"rope_type": "longrope", "rope_theta": 500.0, "short_factor": [1.0, 1.5, 2.0]}
+_LONGROPE |= {"long_factor": [1.0, 2.5, 5.0], "original_max_position_embeddings": 256, "factor": 2.0}
+_LONGROPE |= {"attention_factor": 1.19, "partial_rotary_factor": 0.75}
 _LOCAL = {"rope_type": "default", "rope_theta": 77.0}
 
 
@@ -88,8 +67,6 @@ def _ropes(full: Fields, sliding: Fields = _LOCAL) -> Fields:
 def _layers(*kinds: str) -> Fields:
     return {"layer_types": [f"{kind}_attention" for kind in kinds]}
 
-
-# Parts of rows
 
 _RMS, _HEAD_DIM, _TIED, _UNTIED = (
     *({"rms_norm_eps": 3e-3}, {"head_dim": 12}),

@@ -6,16 +6,8 @@ import gguf
 import numpy as np
 
 # Places of a block's scales, and of its offsets, all numbers of 16 bits; in MXFP4, of an exponent.
-_HALVES = {
-    "Q4_1": (0, 2),
-    "Q5_1": (0, 2),
-    "Q2_K": (80, 82),
-    "Q3_K": (108,),
-    "Q4_K": (0, 2),
-    "Q5_K": (0, 2),
-    "Q6_K": (208,),
-    "MXFP4": (),
-}
+_HALVES = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2)}
+_HALVES |= {"Q6_K": (208,), "MXFP4": ()}
 
 
 def block_bytes(shape: tuple[int, int], form: str, seed: int = 0, factor: float = 1.0) -> Any:

@@ -1,9 +1,6 @@
 """Heads in GGUF files, written from their checkpoints in other layouts (heads.py, block_heads.py) as llama.cpp's
-converters write them; nothing of the reader is used.
-
-Layouts: conversion/llama.py (EAGLE-3), qwen.py (DFlash, DFlash 2) and gemma.py (``Gemma4AssistantModel``),
-gguf-py/gguf/constants.py, in the build of llama-cpp-python 0.3.36.
-"""
+converters write them: conversion/llama.py (EAGLE-3), qwen.py (DFlash, DFlash 2) and gemma.py
+(``Gemma4AssistantModel``), gguf-py/gguf/constants.py, in the build of llama-cpp-python 0.3.36."""
 
 import json
 from dataclasses import replace
@@ -41,14 +38,9 @@ _OF_ASSISTANT = CASES["gemma4, keys are values"]
 MTP = {"MTP": "qwen35, with a head", "MTP, experts": "qwen35moe"}  # in the files of these cases
 
 
-_LAYER = {f"self_attn.{part}_proj": f"attn_{part}" for part in "qkv"} | {
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "input_layernorm": "attn_norm",
-    "hidden_norm": "attn_norm_2",
-    "post_attention_layernorm": "ffn_norm",
-}
+_LAYER = {f"self_attn.{part}_proj": f"attn_{part}" for part in "qkv"} | {"self_attn.o_proj": "attn_output"}
+_LAYER |= {"self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm", "input_layernorm": "attn_norm"}
+_LAYER |= {"hidden_norm": "attn_norm_2", "post_attention_layernorm": "ffn_norm"}
 _LAYER |= {f"mlp.{part}_proj": f"ffn_{part}" for part in ("gate", "up", "down")}
 for _of, _short in (("attention_conv", "attn_conv"), ("mlp_conv", "ffn_conv")):
     _LAYER |= {f"{_of}.base_kernel": f"{_short}_base", f"{_of}.kernel_projection": f"{_short}_proj"}
@@ -68,11 +60,7 @@ def write_pair(name: str, folder: Path) -> tuple[Path, Path, dict[str, Any]]:
 
 
 def write_assistant_pair(folder: Path, *, window: int = 64, **keys: Any) -> tuple[Path, Path]:
-    """Write a Gemma 4 and an assistant for it, also as a folder beside it.
-
-    Args:
-        keys: keys of the architecture that replace those of the assistant, dots as ``__``.
-    """
+    """Write a Gemma 4 and an assistant for it, also as a folder beside it. Dots of ``keys`` are ``__``."""
     case, model = _OF_ASSISTANT, random_case(_OF_ASSISTANT)
     fields = case.fields | {
         "hidden_size": 40,
@@ -87,14 +75,9 @@ def write_assistant_pair(folder: Path, *, window: int = 64, **keys: Any) -> tupl
     shapes = {name: tuple(one.shape) for name, one in assistant.state_dict().items() if name != "lm_head.weight"}
     assistant.load_state_dict(frozen_tensors(shapes, 5, 0.3), strict=False)
     assistant.save_pretrained(folder / "head")
-    stated = {
-        "nextn_predict_layers": 3,
-        "embedding_length_out": model.config.hidden_size,
-        "attention.shared_kv_layers": 3,
-        "attention.sliding_window": window,
-        "attention.sliding_window_pattern": [True, True, False],
-        "attention.head_count_kv": [2, 2, 1],
-    }
+    stated = {"nextn_predict_layers": 3, "embedding_length_out": model.config.hidden_size}
+    stated |= {"attention.shared_kv_layers": 3, "attention.sliding_window": window}
+    stated |= {"attention.sliding_window_pattern": [True, True, False], "attention.head_count_kv": [2, 2, 1]}
     own = replace(case, architecture="gemma4-assistant", keys=case.keys | stated)
     target = write_case(folder / "target.gguf", case, model)
     return target, write_case(folder / "head.gguf", own, assistant, **keys)
@@ -125,13 +108,8 @@ def write_gguf_head(
     form: str | None = None,
     added: dict[str, Any] | None = None,
 ) -> tuple[Path, dict[str, Any]]:
-    """Write the head of a folder. Returns the file, and the keys of its architecture.
-
-    Args:
-        keys: keys of the architecture that replace or follow those of the head; None to leave a key out.
-        form: name of the matrices' form of blocks; None for float32.
-        added: further tensors.
-    """
+    """Write the head of a folder: the file, and the keys of its architecture. ``keys`` replace or follow (None: left
+    out), ``form`` names the matrices' blocks (None: float32), ``added`` are further tensors."""
     stated, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
     own = stated.get("transformer_layer_config") or stated
     is_eagle3 = "layers.0.hidden_norm.weight" in tensors
@@ -212,7 +190,6 @@ def _block_keys(stated: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
 
 
 def _name(name: str) -> str:
-    """Name of a tensor in the file."""
     module, _, kind = name.rpartition(".") if name.endswith((".weight", ".bias")) else (name, "", "")
     if module.startswith("layers."):
         _, layer, part = module.split(".", 2)

@@ -1,8 +1,5 @@
-"""Tiny random models of families.py, written to GGUF files as llama.cpp's converters write them.
-
-Keys, names and layouts are those of its conversion/*.py and gguf-py, in the build of llama-cpp-python 0.3.36; nothing
-of the reader is used.
-"""
+"""Tiny random models of families.py, written to GGUF files as llama.cpp's converters (conversion/*.py and gguf-py of
+llama-cpp-python 0.3.36) write them; nothing of the reader is used."""
 
 import copy
 import re
@@ -57,8 +54,7 @@ def random_case(case: Case) -> PreTrainedModel:
 def write_case(
     file: Path, case: Case, model: PreTrainedModel | None = None, *, keys: dict[str, Any] | None = None, **more: Any
 ) -> Path:
-    """Write the GGUF file of a case, with whole keys of the file, and more of the architecture, dots as ``__``, which
-    replace or follow those of the case."""
+    """Write the GGUF file of a case, with ``keys`` of the file, and more of the architecture, dots as ``__``."""
     model = random_case(case) if model is None else model
     config, architecture = model.config.get_text_config(), case.architecture
     writer = gguf.GGUFWriter(file, architecture)
@@ -135,10 +131,8 @@ _OF_EXPERTS = {
 _OF_ROUTERS = {"expert_shared_count": "n_shared_experts", "expert_weights_norm": "norm_topk_prob"} | {
     "expert_weights_scale": "routed_scaling_factor"
 }
-_OF_GRANITE = {"attention.scale": "attention_multiplier", "embedding_scale": "embedding_multiplier"} | {
-    "residual_scale": "residual_multiplier",
-    "logit_scale": "logits_scaling",
-}
+_OF_GRANITE = {"attention.scale": "attention_multiplier", "embedding_scale": "embedding_multiplier"}
+_OF_GRANITE |= {"residual_scale": "residual_multiplier", "logit_scale": "logits_scaling"}
 
 
 _ATTENDING = ("attention", "full_attention")
@@ -226,8 +220,6 @@ def _factors(config: Any) -> Any | None:
     frequencies, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
     return (usual / frequencies.numpy()).astype(np.float32)
 
-
-# Weights
 
 _PERMUTED = "llama mistral ministral3 smollm3 granite granitemoeshared granitemoehybrid".split()
 _MAMBA = "granitemoehybrid falcon_h1 nemotron_h".split()
@@ -382,18 +374,12 @@ def _multiplied(leaf: list[str], tensor: Tensor, config: Any) -> Tensor:
 
 
 # Files whose matrices are in blocks: widths are whole blocks of all forms.
-_WIDE = {"vocab_size": 97, "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 2} | {
-    "num_key_value_heads": 1,
-    "head_dim": 128,
-    "eos_token_id": 96,
-}
-_WIDE_DELTA_NET = {"layer_types": ["linear_attention", "full_attention"], "linear_conv_kernel_dim": 4} | {
-    "linear_key_head_dim": 64,
-    "linear_value_head_dim": 64,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.25},
-}
+_WIDE = {"vocab_size": 97, "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 2}
+_WIDE |= {"num_key_value_heads": 1, "head_dim": 128, "eos_token_id": 96}
+_WIDE_DELTA_NET = {"layer_types": ["linear_attention", "full_attention"], "linear_conv_kernel_dim": 4}
+_WIDE_DELTA_NET |= {"linear_key_head_dim": 64, "linear_value_head_dim": 64, "linear_num_key_heads": 2}
+_WIDE_DELTA_NET |= {"linear_num_value_heads": 4}
+_WIDE_DELTA_NET |= {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.25}}
 _CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 _OF_KINDS: dict[str, tuple[str, Fields, Fields]] = {
     "gemma2": ("gemma2", {}, dict.fromkeys(("attention.sliding_window", *_CAPS))),  # as llama.cpp has if none is stated
@@ -404,12 +390,8 @@ _OF_KINDS: dict[str, tuple[str, Fields, Fields]] = {
         {"attention.recurrent_layers": [True, False], "rope.dimension_sections": [8, 4, 4, 0]},
     ),
 }
-_MANY = {"token_embd": "IQ4_XS", "attn_q": "IQ4_NL", "attn_k": "BF16", "attn_v": "IQ4_XS", "attn_output": "MXFP4"} | {
-    "ffn_gate": "Q2_K",
-    "ffn_up": "Q3_K",
-    "ffn_down": "IQ4_NL",
-    "output": "F16",
-}
+_MANY = {"token_embd": "IQ4_XS", "attn_q": "IQ4_NL", "attn_k": "BF16", "attn_v": "IQ4_XS", "attn_output": "MXFP4"}
+_MANY |= {"ffn_gate": "Q2_K", "ffn_up": "Q3_K", "ffn_down": "IQ4_NL", "output": "F16"}
 IN_MANY_FORMS = "llama in many forms"
 """Name of a file beside CASES."""
 

@@ -26,7 +26,6 @@ TASKS: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
 
 
 def write_tasks(folder: Path) -> Path:
-    """The tasks as a folder of files."""
     for name, (documents, config) in TASKS.items():
         data = folder / f"{name}.jsonl"
         data.write_text("".join(json.dumps(document) + "\n" for document in documents))

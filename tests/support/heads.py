@@ -36,15 +36,8 @@ def write_eagle3(
     window: int | None = None,
     **flags: bool,
 ) -> None:
-    """Write an EAGLE-3 head.
-
-    Args:
-        layout: "speculators", "safeailab" or "specforge".
-        token_ids: the target's ids of its tokens; None for all of them.
-        context_len: that it states; None for the target's.
-        window: of its layers, which are sliding; None for none.
-        flags: norm_before_residual, norm_output, norm_before_fc, fc_norm.
-    """
+    """Write an EAGLE-3 head: "speculators", "safeailab" or "specforge"; of ``token_ids`` of the target, or of all; the
+    context is the target's if None; ``window`` is of its sliding layers."""
     config = target.config
     size, num = config.hidden_size, config.vocab_size
     ids = list(range(num)) if token_ids is None else token_ids
@@ -98,11 +91,7 @@ def write_eagle3(
 def layer_shapes(
     config: Any, num_layers: int, *, num_read: int = 1, has_head_norms: bool = False
 ) -> dict[str, tuple[int, ...]]:
-    """Shapes of the weights of decoder layers like a target's.
-
-    Args:
-        num_read: states that the first one reads, side by side.
-    """
+    """Shapes of decoder layers like a target's; the first one reads ``num_read`` states side by side."""
     size, inner = config.hidden_size, config.intermediate_size
     head_dim = size // config.num_attention_heads
     narrow = config.num_key_value_heads * head_dim
@@ -120,7 +109,6 @@ def layer_shapes(
 
 
 def stated_layers(model_type: str, config: Any, num_layers: int, **more: Any) -> dict[str, Any]:
-    """Configuration of such layers."""
     same = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
     same += ("max_position_embeddings", "rms_norm_eps")
     own = {"model_type": model_type, "num_hidden_layers": num_layers, **{name: getattr(config, name) for name in same}}
@@ -134,11 +122,7 @@ def few_tokens(ids: list[int], num: int) -> dict[str, Tensor]:
 
 
 def write_mtp(folder: Path, target: PreTrainedModel, *, layout: str, seed: int = 0, scale: float = 0.3) -> None:
-    """Save a target with an MTP layer: of the kind and names of its last layer with full attention.
-
-    Args:
-        layout: "qwen", or "deepseek" (and GLM).
-    """
+    """Save a target with an MTP layer, like its last with full attention: "qwen", or "deepseek" (and GLM)."""
     target.save_pretrained(folder)
     config = target.config
     types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
@@ -195,7 +179,6 @@ def eagle3_drafter(target: LM, name: str = "head", **options: Any) -> Drafter:
 
 
 def mtp_pair(model: PreTrainedModel, layout: str, **options: Any) -> tuple[LM, Drafter]:
-    """A target and its MTP layer, both loaded from files."""
     with tempfile.TemporaryDirectory() as folder:
         write_mtp(Path(folder), model, layout=layout, **options)
         loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=model.dtype)

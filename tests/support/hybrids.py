@@ -27,7 +27,6 @@ def hybrid(name: str, seed: int = 1, **options: Any) -> PreTrainedModel:
 
 
 def hybrid_lm(model: PreTrainedModel, name: str = "target") -> LM:
-    """As it is loaded: probed."""
     lm = build_lm(Checkpoint(name, model, tokenizer=None), min(V, model.config.vocab_size))
     lm.execution = toys.execution()
     return lm

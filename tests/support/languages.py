@@ -12,8 +12,7 @@ from reference import Law
 
 
 class Remainders:
-    """A text may go on with a token unless the sum of its ids would leave a remainder of 1 divided by 3; the mask
-    depends on all tokens before. There are at least two of any three tokens in a row to choose from."""
+    """A text may go on with a token unless the sum of its ids would leave a remainder of 1 divided by 3."""
 
     error: str | None = None
 
@@ -45,8 +44,7 @@ def letters_tokenizer(pieces: Sequence[str]) -> PreTrainedTokenizerFast:
 def masked_law(
     table: torch.Tensor, last: int, pieces: Sequence[str], language: Iterable[str], num_tokens: int, temperature: float
 ) -> Law:
-    """The law of the first tokens of a Markov chain that may say only beginnings of these texts, after the token
-    ``last``, each token drawn from what they leave of its own distribution. A text that has ended is not continued."""
+    """The law of a Markov chain that may say only beginnings of these texts, after the token ``last``."""
     texts, end = set(language), len(pieces) - 1
     beginnings = {text[:n] for text in texts for n in range(len(text) + 1)}
     law: Law = {(): 1.0}

@@ -1,5 +1,4 @@
-"""Tiny multimodal models with random weights: a text model, a vision tower, and what joins them. Weights are large, so
-that the text depends on the image and logits are far apart."""
+"""Tiny multimodal models with random weights, so large that the text depends on the image."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,43 +13,15 @@ IMAGE = 90
 """Token in whose places an image stands."""
 SIDE = 16
 """Pixels of an image."""
-_TEXT = {
-    "vocab_size": NUM_WORDS,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 256,
-    "bos_token_id": 1,
-    "eos_token_id": None,
-    "tie_word_embeddings": False,
-}
-_VISION = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "image_size": SIDE,
-    "patch_size": 8,
-}
-_QWEN_VISION = {
-    "depth": 1,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_heads": 4,
-    "patch_size": 8,
-    "spatial_merge_size": 2,
-    "temporal_patch_size": 2,
-    "out_hidden_size": 32,
-}
-_QWEN_IDS = {
-    "image_token_id": IMAGE,
-    "video_token_id": IMAGE + 1,
-    "vision_start_token_id": IMAGE + 2,
-    "vision_end_token_id": IMAGE + 3,
-}
+_TEXT = {"vocab_size": NUM_WORDS, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+_TEXT |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 256}
+_TEXT |= {"bos_token_id": 1, "eos_token_id": None, "tie_word_embeddings": False}
+_VISION = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+_VISION |= {"image_size": SIDE, "patch_size": 8}
+_QWEN_VISION = {"depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 4, "patch_size": 8}
+_QWEN_VISION |= {"spatial_merge_size": 2, "temporal_patch_size": 2, "out_hidden_size": 32}
+_QWEN_IDS = {"image_token_id": IMAGE, "video_token_id": IMAGE + 1, "vision_start_token_id": IMAGE + 2}
+_QWEN_IDS |= {"vision_end_token_id": IMAGE + 3}
 
 
 def _rope(*sections: int, **more: Any) -> dict[str, Any]:
@@ -74,12 +45,8 @@ def _config(name: str) -> Any:
         case "gemma3":
             text = {**_TEXT, "sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]}
             vision = {**_VISION, "vision_use_head": False}
-            more = {
-                "tie_word_embeddings": False,
-                "mm_tokens_per_image": 4,
-                "boi_token_index": IMAGE + 1,
-                "eoi_token_index": IMAGE + 2,
-            }
+            more = {"tie_word_embeddings": False, "mm_tokens_per_image": 4, "boi_token_index": IMAGE + 1}
+            more |= {"eoi_token_index": IMAGE + 2}
             return tf.Gemma3Config(text_config=text, vision_config=vision, **image, **more)
     raise ValueError(name)
 
@@ -88,7 +55,6 @@ KINDS = ("llava", "qwen2_5_vl", "qwen3_vl", "gemma3")
 
 
 def multimodal(name: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> Any:
-    """A model of a kind."""
     generator = torch.Generator().manual_seed(seed)
     with torch.random.fork_rng():
         model = tf.AutoModelForImageTextToText.from_config(_config(name))

@@ -1,7 +1,4 @@
-"""Tiny random models of the families that the native engine knows (families.py).
-
-Sizes are no multiples of a vector's, and differ from one another, so that a mistaken one shows.
-"""
+"""Tiny random models of the native families (families.py). Sizes differ, and are no multiples of a vector's."""
 
 from typing import Any
 
@@ -20,14 +17,8 @@ from outrider.runtime.transformers_forward import TransformersForward
 
 VOCAB = 99
 CONTEXT = 640
-SIZES: Fields = {
-    "vocab_size": VOCAB,
-    "hidden_size": 40,
-    "intermediate_size": 80,
-    "num_hidden_layers": 3,
-    "max_position_embeddings": CONTEXT,
-    "pad_token_id": 0,
-}
+SIZES: Fields = {"vocab_size": VOCAB, "hidden_size": 40, "intermediate_size": 80, "num_hidden_layers": 3}
+SIZES |= {"max_position_embeddings": CONTEXT, "pad_token_id": 0}
 # By family and name, "plain" for the first. Files of very many layers show sizes of published models alone.
 CASES: dict[str, dict[str, Fields]] = {}
 for _name, _case in FILES.items():
@@ -60,7 +51,6 @@ def random_model(family: str, fields: Fields, seed: int = 0, **sizes: Any) -> Pr
 
 
 def native_forward(model: Any) -> NativeForward:
-    """Forward of a model of Transformers, or of a planned one."""
     return NativeForward(model, model.plan if isinstance(model, PlannedModel) else plan_of(model.config))
 
 
@@ -71,7 +61,6 @@ def native_lm(model: PreTrainedModel, name: str = "target") -> LM:
 
 
 def drawn(*shape: int, seed: int = 0) -> Tensor:
-    """Tokens but 0."""
     return torch.randint(1, VOCAB, shape, generator=torch.Generator().manual_seed(seed))
 
 

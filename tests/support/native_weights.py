@@ -80,11 +80,7 @@ def model_in(
     stated: dict[str, Any] | None = None,
     **fields: Any,
 ) -> PreTrainedModel:
-    """A model with all matrices in a form, those of embeddings and experts too; or those whose names end so.
-
-    Args:
-        stated, fields: of the configuration.
-    """
+    """A model with all matrices in a form, or those whose names end so; ``stated`` and ``fields`` configure."""
     model = random_model(family, (stated or {}) | fields, **_SIZES)
     forms = form if isinstance(form, dict) else {"": form}
     layouts = expert_layouts(model)

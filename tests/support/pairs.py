@@ -1,8 +1,4 @@
-"""Pairs of models and tokenizers for the tests of everything that sees text.
-
-The embedded pair speaks; nothing may depend on what it says. The tiny ones are random, with tokenizers small enough to
-be read: words, pieces with a leading space, single bytes.
-"""
+"""Pairs of models and tokenizers for tests of what sees text; nothing may depend on what the embedded pair says."""
 
 import json
 from collections.abc import Sequence
@@ -93,8 +89,7 @@ def metaspace_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def byte_level_tokenizer(merged: Sequence[str] = ()) -> PreTrainedTokenizerFast:
-    """Like GPT-2's: a token for each byte (in the letters that byte-level tokenizers write for bytes), and for each of
-    the pairs in ``merged``."""
+    """Like GPT-2's: a token for each byte (in the letters of byte-level tokenizers), and for each of ``merged``."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {token: i for i, token in enumerate([*letters, *merged])}
     tokenizer = Tokenizer(BPE(vocab, [(pair[0], pair[1]) for pair in merged]))
@@ -119,7 +114,6 @@ def broken_model(folder: Path) -> Path:
 
 
 def save(folder: Path, model: PreTrainedModel, tokenizer: Any | None = None) -> Path:
-    """A folder as Hugging Face writes it."""
     model.save_pretrained(folder)
     (word_tokenizer(model.config.vocab_size) if tokenizer is None else tokenizer).save_pretrained(folder)
     return folder

@@ -40,8 +40,7 @@ def _commands(commands: Mapping[str, Any], path: str = "") -> dict[str, list[str
 
 
 def public() -> dict[str, Any]:
-    """All that is public (CONTRIBUTING.md): names with their members or parameters, errors with their bases, and the
-    options of commands."""
+    """All that is public: names with their members or parameters, errors with their bases, options of commands."""
     from typer.main import get_command
 
     from outrider.cli.app import app, command_of

@@ -1,7 +1,4 @@
-"""The published files that benchmarks/real_models.py fetches, and short prompts for them.
-
-Tests use files that are there, and fetch none.
-"""
+"""The published files that benchmarks/real_models.py fetches (tests fetch none), and short prompts for them."""
 
 from pathlib import Path
 

@@ -1,7 +1,5 @@
-"""Slow twins: the same mathematics in plain Python, written to be obviously right rather than fast.
-
-Rows of probabilities are lists of floats here, p has one row more than q, and a text is a tuple of token ids.
-"""
+"""Slow twins: the same mathematics in plain Python, written to be obviously right. Rows of probabilities are lists of
+floats, p has one row more than q, and a text is a tuple of token ids."""
 
 import itertools
 import math
@@ -14,8 +12,6 @@ from outrider.options import Sampling
 
 Probs = list[float]
 Law = dict[tuple[int, ...], float]
-
-# Philox-4x32-10, from the paper (Salmon et al. 2011, section 3.3), in Python's whole numbers.
 
 
 def philox(counter: Sequence[int], key: Sequence[int]) -> list[int]:
@@ -30,20 +26,16 @@ def philox(counter: Sequence[int], key: Sequence[int]) -> list[int]:
 
 
 def philox_uniforms(seed: int, counter: Sequence[int]) -> tuple[float, float]:
-    """Two numbers in (0, 1) of 52 bits each."""
+    """Two numbers in (0, 1) of 52 bits each, by Philox-4x32-10 (Salmon et al. 2011, section 3.3)."""
     words = philox(counter, (seed % 2**32, seed >> 32))
     bits = [(words[0] >> 6) * 2**26 + (words[1] >> 6), (words[2] >> 6) * 2**26 + (words[3] >> 6)]
     return (bits[0] + 0.5) / 2**52, (bits[1] + 0.5) / 2**52
 
 
-# Probabilities, by Hugging Face's own processors in the order of `generate`.
-
-
 def hf_probs(
     logits: torch.Tensor, prefix: Sequence[int], sampling: Sampling, num_prompt: int | None = None
 ) -> torch.Tensor:
-    """The distribution from which `generate` samples the token after ``prefix``, of which the first ``num_prompt`` are
-    the prompt, or all. [V] -> [V]"""
+    """The distribution after ``prefix``, by Hugging Face's own processors in the order of `generate`. [V] -> [V]"""
     num_prompt = len(prefix) if num_prompt is None else num_prompt
     bias = {(i,): float(b) for i, b in (sampling.logit_bias or {}).items()}
     is_sampled, ends = sampling.temperature != 0.0, list(sampling.stop_token_ids)
@@ -81,9 +73,6 @@ def table_law(table: torch.Tensor, prompt: Sequence[int], sampling: Sampling, nu
         return {(token,): prob for token, prob in enumerate(probs) if prob > 0}
 
     return rounds_law(next_law, num_tokens)
-
-
-# The acceptance rules, token by token.
 
 
 def leftover(p: Probs, q: Probs, weight: float = 1.0) -> Probs:
@@ -148,9 +137,6 @@ def invert(weights: Probs, uniform: float) -> int:
     return next((token for token, _, high in found if uniform < high), last[0])
 
 
-# All that can happen in a round, and in several.
-
-
 def draft_paths(
     first: int, table: Sequence[Probs], length: int, later: Sequence[Probs] | None = None
 ) -> Iterator[tuple[tuple[int, ...], float]]:
@@ -196,5 +182,4 @@ def rounds_law(round_law: Callable[[tuple[int, ...]], Law], num_tokens: int) -> 
 
 
 def law_distance(a: Law, b: Law) -> float:
-    """The largest difference of two probabilities."""
     return max(abs(a.get(text, 0.0) - b.get(text, 0.0)) for text in a.keys() | b.keys())

@@ -17,11 +17,7 @@ HEAD_FEATURES = (1, 2)  # of a target with two layers: the input of the second, 
 
 
 def _drawn(rows: Rows, k: int, rule: Rule, noise: Any, logits_at: Callable[[int, Tensor], Tensor]) -> Draft:
-    """Draw K tokens.
-
-    Args:
-        logits_at: (offset, the tokens before it [B]) -> [B, V]
-    """
+    """Draw K tokens, of which ``logits_at`` takes an offset and the tokens before it. [B] -> [B, V]"""
     ids, probs, history = [rows.last_ids[:, -1]], [], rows.history
     for i in range(k):
         logits = logits_at(i, ids[-1])[:, None]
@@ -67,12 +63,7 @@ def parallel(lm: LM) -> Drafter:
 
 
 class _HeadSession(DraftSession):
-    """A linear map of the target's hidden states at the beginning of the round, whose sign turns after the first token,
-    and of the last token.
-
-    Args:
-        weights: [F + V, V]
-    """
+    """A linear map of the target's hidden states and the last token, whose sign turns after the first. [F + V, V]"""
 
     def __init__(self, weights: Tensor, num_slots: int, capacity: int) -> None:
         self.of_state, self.of_token = weights[: -weights.shape[1]], weights[-weights.shape[1] :]

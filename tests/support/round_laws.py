@@ -1,6 +1,4 @@
-"""The law of rounds where p and q depend on the whole text: every way that they may go, by the histories, masks and
-probabilities of the loop. (For Markov chains there is enumeration.py.)
-"""
+"""The law of rounds where p and q depend on the whole text. (For Markov chains: enumeration.py.)"""
 
 import itertools
 from collections.abc import Callable
@@ -26,12 +24,7 @@ def round_law(
     output: tuple[int, ...],
     constraint: Callable[[], Constraint] | None = None,
 ) -> Law:
-    """What a round commits after this output.
-
-    Args:
-        tables: logits of the target and of the draft, by the token before.
-        constraint: makes one at its beginning.
-    """
+    """What a round commits after this output; ``tables`` are logits of target and draft, by the token before."""
     target, draft_table = tables
     vocab_size = len(target)
     settings = Settings.of([sampling], vocab_size, target.device)

@@ -9,7 +9,6 @@ _ROOT = Path(__file__).parents[2]
 
 
 def script(path: str) -> ModuleType:
-    """A script by its path in the repository."""
     name = path.removesuffix(".py").replace("/", "_")
     spec = importlib.util.spec_from_file_location(name, _ROOT / path)
     assert spec is not None and spec.loader is not None

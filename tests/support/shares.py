@@ -1,8 +1,5 @@
-"""Run by torchrun (see models/test_parallel.py): a target shared by two processes, against the same one whole.
-
-The first process runs this, and the second follows it. What the first finds it writes to a JSON file for each process,
-with what it has asked of that one. The folder holds two models, and a file of names, in which ``shared`` is the target.
-"""
+"""Run by torchrun (models/test_parallel.py): a target shared by two processes, against the same one whole. The first
+process writes what it finds to a JSON file for each. The folder holds two models, and a file of names (``shared``)."""
 
 import copy
 import json

@@ -1,8 +1,5 @@
-"""Toys: language models small enough to know everything about, and short ways to run the loop on them.
-
-``TableLM`` is an order-1 Markov chain, whose law is known exactly. The tiny Hugging Face models are random, but real:
-they attend, so that a wrong cache, mask or position shows in their tokens.
-"""
+"""Toys: language models small enough to know everything about, and short ways to run the loop on them. The law of a
+``TableLM``, a Markov chain, is known exactly. Tiny Hugging Face models are random, but attend."""
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
@@ -94,7 +91,6 @@ def tiny_llama(
 
 
 def random_model(model_class: type, config: object, seed: int) -> PreTrainedModel:
-    """A model with random weights in float64."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return model_class(config).to(torch.float64).eval().requires_grad_(False)
@@ -123,8 +119,6 @@ def llama_pair(*, context_len: int = 256, draft_context_len: int = 256) -> tuple
 
 
 class StopAt:
-    """Ends a row at a token."""
-
     def __init__(self, token_id: int) -> None:
         self.token_id = token_id
         self.pushed: list[int] = []
@@ -136,8 +130,6 @@ class StopAt:
 
 @dataclass
 class Output:
-    """All that the loop said of one row."""
-
     rounds: list[RowRound]
     token_ids = property(lambda self: tuple(token for row in self.rounds for token in row.token_ids))
     finish_reason = property(lambda self: self.rounds[-1].finish_reason)
@@ -146,8 +138,7 @@ class Output:
 
 @dataclass
 class MadeUpTimes:
-    """An adaptive schedule for which each round takes what its costs say, on every machine: K -> seconds, by the number
-    of rows (the largest one that is not above)."""
+    """A schedule whose rounds take what its costs say: K -> seconds, by the number of rows (largest not above)."""
 
     costs: Mapping[int, Mapping[int, float]]
     inner: AdaptiveSchedule = field(init=False)

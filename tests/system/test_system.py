@@ -16,8 +16,7 @@ from outrider.system.resources import useful_threads
 
 
 def test_files_are_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Though another thread, or a process of the same number elsewhere, writes the file at the same time. The bytes are
-    on disk before their name is: else a loss of power may leave a file of zeros."""
+    """Though others write the file at the same time. The bytes are on disk before their name is."""
     path, rename, others, synced = tmp_path / "file", Path.replace, [b"another's"], []
 
     def after_another(part: Path, target: Path) -> Path:
@@ -69,8 +68,7 @@ def test_pipes_links_and_open_files_stay_so(tmp_path: Path) -> None:
 
 
 def test_names_of_models_that_are_paths_are_short() -> None:
-    """Those of files and folders; ids of the hub stay whole, and so does what follows a name. Short names differ where
-    names do."""
+    """Ids of the hub stay whole, and so does what follows a name. Short names differ where names do."""
     for name, short in (
         ("/a/b/model.gguf, K = 4", "model.gguf, K = 4"),
         ("~/models/qwen:int8", "qwen:int8"),
@@ -123,9 +121,7 @@ def test_what_was_not_used_for_long_makes_room(folder: PrivateFolder) -> None:
     assert {path.name for path in folder.path.iterdir()} == {"too large"}
 
 
-def test_a_damaged_file_is_not_run_until_it_is_made_anew(
-    folder: PrivateFolder, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_damaged_file_is_not_run_until_made_anew(folder: PrivateFolder, caplog: pytest.LogCaptureFixture) -> None:
     file, data = folder.path / "one", b"program " * 10
     folder.keep("one", data)
     stored = file.read_bytes()

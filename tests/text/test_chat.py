@@ -142,8 +142,6 @@ def test_a_message_that_the_template_skips_is_refused() -> None:
             written(template, "w1")
 
 
-# A chat ends with its template's end of a turn, too; other texts end as in ``generate``.
-
 _CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"

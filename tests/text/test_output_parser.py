@@ -16,7 +16,6 @@ ROME = '{"city": "Rome </tool_call> \\" }{", "folder": "C:\\\\", "days": [1, {"a
 
 
 def parts(pieces: list[Piece]) -> tuple[str, list[tuple[str, str]]]:
-    """Content, and calls with their arguments."""
     content = "".join(piece.text for piece in pieces if piece.kind == "content")
     calls: list[list[str]] = []
     for piece in pieces:

@@ -48,7 +48,6 @@ def ends_at(text: str, stop: Sequence[str]) -> int | None:
 
 
 def held_back(text: str, stop: Sequence[str]) -> int:
-    """Length of the longest end of a text that may still become a stop string."""
     beginnings = {""} | {string[:n] for string in stop for n in range(len(string))}
     return max(n for n in range(len(text) + 1) if text[len(text) - n :] in beginnings)
 
@@ -60,8 +59,7 @@ STOPS = st.lists(st.text("ab.", min_size=1, max_size=4), max_size=3)
 @settings(max_examples=300)
 @given(pieces=TEXTS, stop=STOPS)
 def test_every_row_ends_as_a_search_of_its_text_says(pieces: list[str], stop: list[str]) -> None:
-    """With the first token that makes a stop string whole; its text ends where that one begins. All is shown at once
-    that cannot become a stop string. Text keeps the token that it came with."""
+    """All is shown at once that cannot become a stop string. Text keeps the token that it came with."""
     steps, shown, reason, num_tokens, owners = play(pieces, stop)
     for count, step in enumerate(steps, start=1):
         text = "".join(pieces[:count])
@@ -87,8 +85,7 @@ THOUGHTS = st.lists(st.sampled_from(["[a", "b]", "[", "a", "b", "]", " ", "ab", 
 
 @given(THOUGHTS, st.lists(st.sampled_from(["a", "b", " ", "ab", "]", "[", "b] a"]), max_size=2), st.data())
 def test_stop_strings_wait_for_the_end_of_a_thought(pieces: list[str], stop: list[str], data: st.DataObject) -> None:
-    """They are searched in the content that a client sees; thoughts and all that is decided are shown at once, and so
-    are their parts."""
+    """They are searched in the content that a client sees; thoughts are shown at once, and so are their parts."""
     stage: Stage = data.draw(st.sampled_from(("before", "in", "after")))
     is_continued = data.draw(st.booleans())
 

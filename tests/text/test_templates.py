@@ -90,10 +90,7 @@ CHATS: list[tuple[list[Any], dict[str, Any]]] = [
     ([USER, ANSWER, {"role": "tool", "content": "w2", "tool_call_id": "c1"}], {"tools": [TOOL]}),
     ([USER, ANSWER], {"tools": [weather, TOOL], "add_generation_prompt": True}),
     ([USER, ANSWER], {"continue_final_message": True}),
-    (
-        [USER] * 7,
-        {"documents": [{"title": "w5", "text": "w6"}], "extra": [Color.RED, 2.0, True]},
-    ),
+    ([USER] * 7, {"documents": [{"title": "w5", "text": "w6"}], "extra": [Color.RED, 2.0, True]}),
     ([USER, {"role": "skip", "content": ""}], {"extra": {"a": (1, {2: 1}), "b": UserDict(c=1)}}),
     (
         [{"role": "user", "content": [{"type": "text", "text": "w1"}, {"type": "image"}]}],
@@ -102,10 +99,7 @@ CHATS: list[tuple[list[Any], dict[str, Any]]] = [
     ([{"role": "user", "content": [{"type": "text", "text": "w1 "}]}], {"continue_final_message": True}),
     ([{"role": "user", "content": [{"type": "image"}]}], {"continue_final_message": True}),
     ([USER], {"continue_final_message": True, "add_generation_prompt": True}),
-    (
-        [SimpleNamespace(role="user", content="w2", model_dump=lambda: {**USER})],
-        {"bos_token": "w9"},
-    ),
+    ([SimpleNamespace(role="user", content="w2", model_dump=lambda: {**USER})], {"bos_token": "w9"}),
     (["w1"], {}),
     ([], {}),
     ([USER], {"tools": ["w1"]}),

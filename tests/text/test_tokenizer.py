@@ -96,9 +96,6 @@ def test_ids_may_be_any_whole_numbers_and_other_prompts_are_refused() -> None:
             encode(tokenizer, prompt)
 
 
-# Tokens of one tokenizer in those of another
-
-
 def _with_specials(names: Sequence[str], *, begins: bool = False) -> PreTrainedTokenizerFast:
     """Bytes, and special tokens after them: the first begins a text, the last ends it."""
     tokenizer = byte_level_tokenizer(["th"])

@@ -1,5 +1,4 @@
-"""Formats of calls: found by the template; and their grammars, read by llguidance itself: what models have learnt, and
-no half a call."""
+"""Formats of calls, found by the template; and their grammars, read by llguidance itself: no half a call."""
 
 import itertools
 from dataclasses import replace
