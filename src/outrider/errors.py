@@ -44,6 +44,11 @@ def shown(value: object, num_characters: int) -> str:
     return repr(value)[:num_characters]
 
 
+def reason_of(error: Exception) -> str:
+    """The text of an error, in one line, cut."""
+    return " ".join(str(error).split())[:300]
+
+
 class OutriderError(Exception):
     """Base of all errors that Outrider raises on purpose."""
 

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from outrider.errors import ModelCorrupt, UnsupportedModel
+from outrider.errors import ModelCorrupt, UnsupportedModel, reason_of
 from outrider.models.registry import ModelSpec
 from outrider.system.resources import memory_errors
 
@@ -83,8 +83,8 @@ def building(told: str, config: Any | None = None) -> Iterator[None]:
     except Exception as error:
         if not isinstance(error, FAILURES) and "StrictDataclass" not in type(error).__name__:  # of huggingface_hub
             raise
-        reason = " ".join(str(error).split())[:300]
-        raise ModelCorrupt(f"{told} ({type(error).__name__}: {reason}){odd_numbers(config)}") from error
+        reason = f"{type(error).__name__}: {reason_of(error)}"
+        raise ModelCorrupt(f"{told} ({reason}){odd_numbers(config)}") from error
 
 
 def odd_numbers(config: Any | None) -> str:
@@ -157,10 +157,9 @@ def check_task(name: str, config: Any) -> None:
     """Refuse a model that does not continue text, by its configuration."""
     architectures = config.architectures or []
     if config.is_encoder_decoder:
-        raise UnsupportedModel(
-            f"{name} is an encoder-decoder model ({config.model_type}): only causal language models work"
-        )
-    if architectures and not any(_continues_text(one) for one in architectures):
+        kind = f"an encoder-decoder model ({config.model_type})"
+        raise UnsupportedModel(f"{name} is {kind}: only causal language models work")
+    if architectures and not any(map(_continues_text, architectures)):
         raise ModelCorrupt(f"{name} is not a causal language model: its config.json says {', '.join(architectures)}")
 
 
@@ -169,8 +168,7 @@ def check_kind(name: str, config: Any) -> None:
     check_task(name, config)
     kind = config.model_type
     text_config = config.get_text_config(decoder=True)
-    strange = set(getattr(text_config, "layer_types", None) or ()) - _LAYER_TYPES
-    if strange:
+    if strange := set(getattr(text_config, "layer_types", None) or ()) - _LAYER_TYPES:
         raise UnsupportedModel(
             f"{name} ({kind}) has layers of type {', '.join(sorted(strange))}, whose cache cannot be rolled back to an "
             "earlier token here: attention must be full, sliding-window or chunked"
@@ -198,15 +196,11 @@ def check_unpickled(spec: ModelSpec, config: Any) -> None:
     if stated is not None and not str(stated).endswith((".safetensors", ".safetensors.index.json")):
         raise _refusal_of_pickle(spec.location, str(stated))
     if spec.gguf is None and stated is None:
-        _check_files(spec.location, (WHOLE, INDEX), (PICKLED, _PICKLED_INDEX))
+        check_no_pickle(spec.location, (WHOLE, INDEX), (PICKLED, _PICKLED_INDEX))
 
 
-def check_no_pickle(location: str) -> None:
-    """Raises UnsupportedModel: a folder or hub repository has pickled weights."""
-    _check_files(location, (), (PICKLED,))
-
-
-def _check_files(location: str, plain: Sequence[str], pickled: Sequence[str]) -> None:
+def check_no_pickle(location: str, plain: Sequence[str] = (), pickled: Sequence[str] = (PICKLED,)) -> None:
+    """Raises UnsupportedModel: a folder or hub repository has pickled weights, and no plain ones."""
     from transformers.utils import has_file
 
     if not any(has_file(location, name) for name in plain):

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.errors import UnsupportedModel
+from outrider.errors import UnsupportedModel, reason_of
 from outrider.kernels.narrow_weight import without_rounding
 from outrider.models.kinds import FAILURES, odd_numbers
 from outrider.models.quantize import method_of
@@ -79,8 +79,7 @@ def rounding_off(lm: LM) -> Iterator[None]:
 
 
 def _told(lm: LM) -> str:
-    config: Any = lm.model.config
-    return f"{lm.name} ({config.model_type})"
+    return f"{lm.name} ({lm.model.config.model_type})"
 
 
 def _probe(lm: LM) -> None:
@@ -142,8 +141,7 @@ def _compare_with_states(lm: LM) -> None:
         lm.least_columns = 1
     if lm.is_stepped:
         _compare(lm, _LENGTH_WITH_STATES, _VIEW, "its states do not continue where they were left")
-    what = "its states depend on other rows or on padding"
-    _compare(lm, _LENGTH_WITH_STATES, _VIEW, what, _BEHIND)
+    _compare(lm, _LENGTH_WITH_STATES, _VIEW, "its states depend on other rows or on padding", _BEHIND)
 
 
 def _compare(lm: LM, length: int, view_len: int, what: str, behind: Sequence[int] = (0,)) -> None:
@@ -229,9 +227,8 @@ def _running(lm: LM, how: str = "") -> Iterator[None]:
     except torch.OutOfMemoryError:
         raise
     except FAILURES as error:
-        reason = " ".join(str(error).split())[:200]
-        odd = odd_numbers(lm.model.config)
-        raise UnsupportedModel(f"{_told(lm)} cannot run{how}: {reason}{odd}") from error
+        reason = f"{reason_of(error)}{odd_numbers(lm.model.config)}"
+        raise UnsupportedModel(f"{_told(lm)} cannot run{how}: {reason}") from error
 
 
 @torch.inference_mode()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from outrider.errors import ModelCorrupt, ModelNotFound, OutriderError, UnsupportedModel
+from outrider.errors import ModelCorrupt, ModelNotFound, OutriderError, UnsupportedModel, reason_of
 from outrider.models import kinds
 from outrider.models.registry import ModelSpec
 from outrider.models.tokenizers import folder_tokenizer, restate
@@ -92,7 +92,7 @@ def reading(spec: ModelSpec, what: str, config: Any | None = None) -> Iterator[N
     except SafetensorError as error:
         raise ModelCorrupt(f"the weights of {where} cannot be read ({error}): download them again") from None
     except Exception as error:  # for damaged files the libraries may raise anything
-        reason = " ".join(str(error).split())[:300]
+        reason = reason_of(error)
         if "trust_remote_code" in str(error):
             raise UnsupportedModel(
                 f"the {what} of {spec.name} needs code of its own, which is never run here: if you trust it, load "
@@ -122,7 +122,7 @@ def load_processor(spec: ModelSpec) -> Any | None:
         restate(getattr(processor, "tokenizer", None), load_tokenizer(spec))
         return processor
     except Exception as error:  # whatever its libraries raise
-        _LOG.info("%s reads no images in chats: %s", spec.name, " ".join(str(error).split())[:300])
+        _LOG.info("%s reads no images in chats: %s", spec.name, reason_of(error))
         return None
 
 

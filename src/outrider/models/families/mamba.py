@@ -143,17 +143,15 @@ def _falcon_h1(config: Any) -> Plan:
 
 
 def _falcon_h1_gguf(stated: Stated) -> Fields:
-    fields, sizes = keys.decoder_fields(stated), sizes_of(stated)
+    sizes = sizes_of(stated)
     # The multipliers of its configuration are part of the file's weights.
     return {
-        **fields,
+        **decoders.llama_gguf(stated),
         **sizes,
         "mamba_d_ssm": sizes["mamba_n_heads"] * sizes["mamba_d_head"],
         "mamba_rms_norm": stated.has("blk.0.ssm_norm.weight"),
         "mamba_norm_before_gate": False,
         "mamba_conv_bias": stated.has("blk.0.ssm_conv1d.bias"),
-        "attention_bias": stated.has("blk.0.attn_q.bias"),
-        "mlp_bias": stated.has("blk.0.ffn_up.bias"),
     }
 
 
@@ -225,11 +223,15 @@ def _nemotron_h_layers(fields: Fields) -> Fields:
 
 def _nemotron_h_gguf(stated: Stated) -> Fields:
     sizes, widths = sizes_of(stated), stated.each("feed_forward_length")
+    has_experts = stated.architecture == "nemotron_h_moe"
+
+    def has(end: str) -> bool:
+        return any(name.endswith(end) for name in stated.file.tensors)
+
     if len({*widths} - {0}) > 1:
         raise stated.refusal("feed_forward_length", widths)
     for key in ("rope.freq_base", "rope.dimension_count", "rope.scaling.finetuned"):
         stated.take(key, 0)  # it has no positions
-    has_experts = stated.architecture == "nemotron_h_moe"
     fields = {
         **keys.head_fields(stated),
         "layer_norm_epsilon": stated.take("attention.layer_norm_rms_epsilon", stated.take(LAYER_NORM)),
@@ -243,9 +245,9 @@ def _nemotron_h_gguf(stated: Stated) -> Fields:
         "n_groups": sizes["mamba_n_groups"],
         "mamba_num_heads": sizes["mamba_n_heads"],
         "mamba_head_dim": sizes["mamba_d_head"],
-        "use_conv_bias": any(name.endswith("ssm_conv1d.bias") for name in stated.file.tensors),
-        "attention_bias": any(name.endswith("attn_q.bias") for name in stated.file.tensors),
-        "mlp_bias": any(name.endswith("ffn_up.bias") for name in stated.file.tensors),
+        "use_conv_bias": has("ssm_conv1d.bias"),
+        "attention_bias": has("attn_q.bias"),
+        "mlp_bias": has("ffn_up.bias"),
     }
     if not has_experts:
         return fields

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from outrider.errors import ModelCorrupt, OutriderError, UnsupportedModel
+from outrider.errors import ModelCorrupt, OutriderError, UnsupportedModel, reason_of
 from outrider.models.families.table import FAMILIES
 from outrider.models.gguf.file import GgufFile
 from outrider.models.gguf.keys import Stated
@@ -68,8 +68,7 @@ def _stating(name: str, family: str) -> Iterator[None]:
     except OutriderError:
         raise
     except Exception as error:  # values of another kind, and whatever Transformers' validation raises
-        reason = " ".join(str(error).split())[:200]
-        raise ModelCorrupt(f"{name}: the file's metadata is no {family} model ({reason})") from None
+        raise ModelCorrupt(f"{name}: the file's metadata is no {family} model ({reason_of(error)})") from None
 
 
 def config_fields(stated: Stated, form: GgufForm, epsilon: str = "rms_norm_eps") -> dict[str, Any]:

@@ -127,8 +127,7 @@ def load_assistant(stored: Mapping[str, Tensor], stated: Mapping[str, Any], name
     head = AssistantHead(config, own, shared, target)
     _check(head, config, name, target)
     tensors = dict(stored)
-    embedding = tensors.pop("model.embed_tokens.weight", None)
-    if embedding is not None:
+    if (embedding := tensors.pop("model.embed_tokens.weight", None)) is not None:
         tensors.setdefault("lm_head.weight", embedding)
     tensors = {key.replace("masked_embedding.", "lm_head."): value for key, value in tensors.items()}
     fill(head, tensors, name, target, shared=("embed_tokens.", "target_norm.", "model.rotary_emb."))
@@ -153,15 +152,15 @@ def _check(head: AssistantHead, config: Any, name: str, target: LM) -> None:
         )
     if own.vocab_size < target.vocab_size:
         raise ModelCorrupt(f"{name} has logits for {own.vocab_size} tokens; {target.name} has {target.vocab_size}")
-    if config.use_ordered_embeddings and own.vocab_size % config.num_centroids:
-        raise ModelCorrupt(f"{name} divides {own.vocab_size} tokens into {config.num_centroids} groups")
-    num_chosen = config.centroid_intermediate_top_k
-    if config.use_ordered_embeddings and not 1 <= num_chosen <= config.num_centroids:
+    num_groups, num_chosen = config.num_centroids, config.centroid_intermediate_top_k
+    if config.use_ordered_embeddings and own.vocab_size % num_groups:
+        raise ModelCorrupt(f"{name} divides {own.vocab_size} tokens into {num_groups} groups")
+    if config.use_ordered_embeddings and not 1 <= num_chosen <= num_groups:
         raise ModelCorrupt(
-            f"{name} chooses {num_chosen} of {config.num_centroids} groups of tokens (centroid_intermediate_top_k)"
+            f"{name} chooses {num_chosen} of {num_groups} groups of tokens (centroid_intermediate_top_k)"
         )
     for kind, layer in zip(own.layer_types, head.layers, strict=True):
-        shape = target.layer_shapes[dict(zip(head.shared_types, head.shared_layers, strict=True))[kind]]
+        shape = target.layer_shapes[head.shared_layers[head.shared_types.index(kind)]]
         attention = layer.self_attn
         num_heads = own.num_attention_heads // attention.num_key_value_groups
         if (num_heads, attention.head_dim) != (shape.num_heads, shape.key_dim):
