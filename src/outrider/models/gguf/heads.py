@@ -70,36 +70,27 @@ def is_gguf_head(file: GgufFile) -> bool:
 
 
 def gguf_head(spec: ModelSpec, num_digits: int | None) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The config.json and the tensors of a head in a GGUF file.
-
-    Args:
-        num_digits: of the integers to which rows are rounded before products with blocks (``BlockType``); None to
-            widen all matrices.
-
-    Raises:
-        UnsupportedModel: the file states, or has, more than is known here.
-        ModelCorrupt, ModelNotFound, MissingExtra
-    """
+    """The config.json and the tensors of a head in a GGUF file; ``num_digits`` of ``BlockType``, None to widen all
+    matrices. Raises UnsupportedModel: the file states, or has, more than is known here; ModelCorrupt, ModelNotFound,
+    MissingExtra."""
     file = gguf_file(spec)
     is_assistant = _OF_ASSISTANT in file.tensors
     stated = Stated(file, spec.name, is_assistant=is_assistant)
     is_eagle3 = stated.has("blk.0.attn_norm_2.weight")
     names, order = (_EAGLE3, pairs_to_halves) if is_eagle3 else (_BLOCK, ASSISTANT.order)
-    layers = "layers"
     if is_assistant:
-        names, order, layers = _ASSISTANT, ASSISTANT.order, "model.layers"
-        config = _assistant_fields(stated)
+        width, names = stated.take("embedding_length_out"), _ASSISTANT
+        stated.check_shape(_OF_ASSISTANT, stated.take("embedding_length"), 2 * width)
+        layers = config_fields(stated, ASSISTANT)
+        config = {"model_type": "gemma4_assistant", "text_config": layers, "backbone_hidden_size": width}
     else:
         config = _fields(stated, is_eagle3=is_eagle3)
         stated.check_all_read()
-    sizes = SimpleNamespace(**config)
-    sources = {
-        _name(tensor, names, spec.name, layers): Source(
-            (stored,), order(place_of(tensor)[1].rpartition(".")[0], sizes), None, None
-        )
-        for tensor, stored in file.tensors.items()
-        if tensor not in stated.read_tensors and tensor != "d2t"
-    }
+    sizes, sources = SimpleNamespace(**config), {}
+    for tensor, stored in file.tensors.items():
+        if tensor not in stated.read_tensors and tensor != "d2t":
+            own = order(place_of(tensor)[1].rpartition(".")[0], sizes)
+            sources[_name(tensor, names, spec.name)] = Source((stored,), own, None, None)
     tensors = _read(sources, num_digits)
     if stated.has("d2t"):  # ids of the target's tokens; other layouts store them less those of the head
         ids = torch.from_numpy(file.tensors["d2t"].raw().view("<i8").copy())
@@ -108,14 +99,9 @@ def gguf_head(spec: ModelSpec, num_digits: int | None) -> tuple[dict[str, Any], 
 
 
 def gguf_mtp(file: GgufFile, name: str, target: Any, num_digits: int | None) -> dict[str, Tensor]:
-    """The first MTP layer in the file of a model, or in a file of its own, under Qwen's names; nothing without one.
-    Raises UnsupportedModel, ModelCorrupt.
-
-    Args:
-        name: for errors.
-        target: the model, or the planned model.
-        num_digits: see ``gguf_head``.
-    """
+    """The first MTP layer in the file of a model, or in a file of its own, under Qwen's names; nothing without one. The
+    ``target`` is a model, or a planned one; for ``num_digits`` see ``gguf_head``. Raises UnsupportedModel,
+    ModelCorrupt."""
     stated = Stated(file, name)
     if stated.architecture not in ARCHITECTURES:
         raise UnsupportedModel(f"{name}: MTP layers of the architecture {stated.architecture!r:.40} are not read")
@@ -130,12 +116,10 @@ def gguf_mtp(file: GgufFile, name: str, target: Any, num_digits: int | None) -> 
     sources = {}
     for parameter, tensors in parts.items():
         leaf = place_of(tensors[0])[1]
-        module = leaf.rpartition(".")[0]
+        order, columns = (rule(leaf.rpartition(".")[0], target.config) for rule in (form.order, form.columns))
         change = form.changes.get("attn_norm.weight" if parameter.endswith(_NORMS_OF_MTP) else leaf)
         stored = tuple(file.tensors[tensor] for tensor in sorted(tensors))  # a gate before "up"
-        sources[parameter] = Source(
-            stored, form.order(module, target.config), form.columns(module, target.config), change
-        )
+        sources[parameter] = Source(stored, order, columns, change)
     return _read(sources, num_digits)
 
 
@@ -159,7 +143,6 @@ def _read(sources: Mapping[str, Source], num_digits: int | None) -> dict[str, Te
         for name, source in sources.items()
         if num_digits is not None and source.stays(layouts[name]) and is_large(source.shape)
     }
-
     others = {name: 4 * math.prod(one.shape) for name, one in sources.items() if name not in kept}
     return StoredWeights(
         kept,
@@ -189,13 +172,6 @@ def _fields(stated: Stated, *, is_eagle3: bool) -> dict[str, Any]:
     width = len(features) * stated.take("target_hidden_size", fields["hidden_size"])
     stated.check_shape("fc.weight", fields["hidden_size"], width)
     return fields | (_eagle3_fields if is_eagle3 else _block_fields)(stated, fields, features)
-
-
-def _assistant_fields(stated: Stated) -> dict[str, Any]:
-    width = stated.take("embedding_length_out")
-    stated.check_shape(_OF_ASSISTANT, stated.take("embedding_length"), 2 * width)
-    layers = config_fields(stated, ASSISTANT)
-    return {"model_type": "gemma4_assistant", "text_config": layers, "backbone_hidden_size": width}
 
 
 def _eagle3_fields(stated: Stated, fields: Mapping[str, Any], features: list[int]) -> dict[str, Any]:
@@ -239,11 +215,11 @@ def _block_fields(stated: Stated, fields: Mapping[str, Any], features: list[int]
     }
 
 
-def _name(tensor: str, names: Mapping[str, str], head: str, layers: str = "layers") -> str:
+def _name(tensor: str, names: Mapping[str, str], head: str) -> str:
     """Name of a tensor in the other layouts. Raises UnsupportedModel."""
     layer, leaf = place_of(tensor)
     module, _, kind = leaf.rpartition(".")
-    prefix = "" if layer is None else f"{layers}.{layer}."
+    prefix = "" if layer is None else f"{'model.' if names is _ASSISTANT else ''}layers.{layer}."
     if leaf in names:
         return prefix + names[leaf]
     if module in names and kind in ("weight", "bias"):

@@ -38,10 +38,8 @@ def stated_model(file: GgufFile, name: str) -> StatedModel:
     if file.metadata.get("general.type", "model") != "model":
         raise UnsupportedModel(f"{name} is no model, but of GGUF's type {file.metadata['general.type']!r:.40}")
     if stated.architecture not in ARCHITECTURES:
-        known = ", ".join(ARCHITECTURES)
-        raise UnsupportedModel(
-            f"{name}: GGUF files of the architecture {stated.architecture!r:.40} are not read: {known} are"
-        )
+        told = f"GGUF files of the architecture {stated.architecture!r:.40} are not read"
+        raise UnsupportedModel(f"{name}: {told}: {', '.join(ARCHITECTURES)} are")
     family, form = ARCHITECTURES[stated.architecture]
     with _stating(name, family):
         fields = {"model_type": family} | config_fields(stated, form, FAMILIES[family].epsilon)
