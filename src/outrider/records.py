@@ -14,7 +14,7 @@ This module knows no model and no file. It does not import torch.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import astuple, dataclass, field, fields
 from itertools import zip_longest
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias
@@ -117,12 +117,7 @@ class Timing:
     total_s: float = 0.0
 
     def __add__(self, other: Timing) -> Timing:
-        return Timing(
-            self.prefill_s + other.prefill_s,
-            self.draft_s + other.draft_s,
-            self.verify_s + other.verify_s,
-            self.total_s + other.total_s,
-        )
+        return Timing(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
     @property
     def decode_s(self) -> float:

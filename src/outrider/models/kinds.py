@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from outrider.errors import ModelCorrupt, UnsupportedModel, reason_of
+from outrider.errors import ModelCorrupt, ModelError, UnsupportedModel, reason_of
 from outrider.models.registry import ModelSpec
 from outrider.system.resources import memory_errors
 
@@ -71,7 +71,7 @@ def check_counts(name: str, stated: Any, field: str = "") -> None:
 
 
 @contextmanager
-def building(told: str, config: Any | None = None) -> Iterator[None]:
+def building(told: str, config: Any | None = None, kind: type[ModelError] = ModelCorrupt) -> Iterator[None]:
     """Translate errors of Transformers' and torch's classes, of many types, for configurations that make no sense."""
     import torch
 
@@ -84,7 +84,7 @@ def building(told: str, config: Any | None = None) -> Iterator[None]:
         if not isinstance(error, FAILURES) and "StrictDataclass" not in type(error).__name__:  # of huggingface_hub
             raise
         reason = f"{type(error).__name__}: {reason_of(error)}"
-        raise ModelCorrupt(f"{told} ({reason}){odd_numbers(config)}") from error
+        raise kind(f"{told} ({reason}){odd_numbers(config)}") from error
 
 
 def odd_numbers(config: Any | None) -> str:

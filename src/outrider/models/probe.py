@@ -9,23 +9,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from outrider.errors import UnsupportedModel, reason_of
+from outrider.errors import UnsupportedModel
 from outrider.kernels.narrow_weight import without_rounding
-from outrider.models.kinds import FAILURES, odd_numbers
+from outrider.models.kinds import building
 from outrider.models.quantize import method_of
 from outrider.native.engine import NativeForward
 from outrider.runtime.attention_mask import Visibility
 from outrider.runtime.cache import STRIDE
 from outrider.runtime.lm import LM
 from outrider.sampling.probs import is_finite
-from outrider.system.resources import memory_errors
 
 _VIEW = 2048  # places
 _NUM_COMPARED = 4  # tokens
@@ -187,11 +186,6 @@ def _error(lm: LM, length: int, view_len: int, behind: Sequence[int] = (0,)) -> 
         got = torch.cat([feed(ids, *block, block[1]) for block in pairwise(bounds)], dim=1)
     if not bool(is_finite(want).all()):
         return 0.0  # the loop reports broken weights, with the position
-    return relative_error(got, want)
-
-
-def relative_error(got: Tensor, want: Tensor) -> float:
-    """Difference of the log-probabilities of two tensors of logits, relative to their spread. [..., V] each"""
     return _difference(got, want) / _spread(want)
 
 
@@ -219,16 +213,8 @@ def _log_probs(logits: Tensor) -> Tensor:
     return logits.cpu().double().log_softmax(dim=-1)  # not every device has float64
 
 
-@contextmanager
-def _running(lm: LM, how: str = "") -> Iterator[None]:
-    try:
-        with memory_errors():
-            yield
-    except torch.OutOfMemoryError:
-        raise
-    except FAILURES as error:
-        reason = f"{reason_of(error)}{odd_numbers(lm.model.config)}"
-        raise UnsupportedModel(f"{_told(lm)} cannot run{how}: {reason}") from error
+def _running(lm: LM, how: str = "") -> AbstractContextManager[None]:
+    return building(f"{_told(lm)} cannot run{how}", lm.model.config, UnsupportedModel)
 
 
 @torch.inference_mode()

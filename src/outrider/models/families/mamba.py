@@ -29,36 +29,30 @@ def check_silu(config: Any) -> None:
         raise NotPlanned(f"its plan does not know hidden_act={config.hidden_act} of convolutions")
 
 
-def mamba2(at: str, *, has_bias: bool, has_conv_bias: bool, **others: Any) -> RecurrencePlan:
-    fields: Fields = {
-        "conv_width": 2 * others["num_groups"] * others["key_width"] + others["num_heads"] * others["value_width"],
-        "conv_weight": f"{at}.conv1d.weight",
-        "conv_bias": f"{at}.conv1d.bias" if has_conv_bias else None,
-        "inputs": (parts.linear(f"{at}.in_proj", has_bias),),
-        "out": parts.linear(f"{at}.out_proj", has_bias),
-        "a_log": f"{at}.A_log",
-        "dt_bias": f"{at}.dt_bias",
-        "skips": f"{at}.D",
-    }
-    return RecurrencePlan("mamba2", **(fields | others))
-
-
 def mamba2_of(config: Any, at: str, **others: Any) -> RecurrencePlan:
-    least, most = config.time_step_limit or (0.0, _INFINITE)
+    """Mamba-2 with parameters' names that begin with ``at``, but for other fields that are stated."""
+    least, most = (0.0, _INFINITE) if "dt_min" in others else config.time_step_limit or (0.0, _INFINITE)
     if most != _INFINITE:
         raise NotPlanned(f"its plan does not know time_step_limit={config.time_step_limit}")
+    bias, inner = bool(config.mamba_proj_bias), config.mamba_n_heads * config.mamba_d_head
     fields: Fields = {
-        "has_bias": bool(config.mamba_proj_bias),
-        "has_conv_bias": bool(config.mamba_conv_bias),
+        "conv_width": 2 * config.mamba_n_groups * config.mamba_d_state + inner,
+        "conv_weight": f"{at}.conv1d.weight",
+        "conv_bias": f"{at}.conv1d.bias" if config.mamba_conv_bias else None,
+        "kernel_size": config.mamba_d_conv,
+        "inputs": (parts.linear(f"{at}.in_proj", bias),),
+        "out": parts.linear(f"{at}.out_proj", bias),
         "num_heads": config.mamba_n_heads,
         "num_groups": config.mamba_n_groups,
         "key_width": config.mamba_d_state,
         "value_width": config.mamba_d_head,
-        "kernel_size": config.mamba_d_conv,
-        "out_norm": parts.rms(config, f"{at}.norm"),
+        "a_log": f"{at}.A_log",
+        "dt_bias": f"{at}.dt_bias",
         "dt_min": least,
+        "skips": f"{at}.D",
+        "out_norm": parts.rms(config, f"{at}.norm"),
     }
-    return mamba2(at, **(fields | others))
+    return RecurrencePlan("mamba2", **(fields | others))
 
 
 def sizes_of(stated: Stated) -> Fields:
@@ -181,18 +175,8 @@ def _nemotron_h(config: Any) -> Plan:
         if kind in RECURRENT:
             if config.mamba_hidden_act != "silu":
                 raise NotPlanned(f"its plan does not know mamba_hidden_act={config.mamba_hidden_act}")
-            mixer = mamba2(
-                name,
-                has_bias=bias,
-                has_conv_bias=bool(config.use_conv_bias),
-                num_heads=config.mamba_num_heads,
-                num_groups=config.n_groups,
-                key_width=config.ssm_state_size,
-                value_width=config.mamba_head_dim,
-                kernel_size=config.conv_kernel,
-                out_norm=parts.rms(config, f"{name}.norm"),
-                dt_min=config.time_step_min,
-            )
+            into, out = (parts.linear(f"{name}.{one}_proj", bias) for one in ("in", "out"))
+            mixer = mamba2_of(config, name, inputs=(into,), out=out, dt_min=config.time_step_min)
         elif kind in ("attention", "full_attention"):
             inputs, out = tuple(parts.linear(f"{name}.{one}_proj") for one in "qkv"), parts.linear(f"{name}.o_proj")
             mixer = parts.attention_of(config, at, inputs=inputs, out=out, rope=None)
@@ -282,12 +266,11 @@ MAMBAS = {
     ),
     "nemotron_h": Family(
         _nemotron_h,
-        "hybrid_override_pattern mlp_bias ssm_state_size mamba_num_heads mamba_head_dim n_groups conv_kernel "
-        "use_conv_bias moe_intermediate_size moe_shared_expert_intermediate_size num_experts_per_tok "
-        "routed_scaling_factor n_group topk_group norm_topk_prob layers_block_type "
+        "hybrid_override_pattern mlp_bias moe_intermediate_size moe_shared_expert_intermediate_size "
+        "num_experts_per_tok routed_scaling_factor n_group topk_group norm_topk_prob layers_block_type "
         # what only training and other code read
         "attention_bias num_logits_to_keep use_mamba_kernels expand time_step_max time_step_limit time_step_floor "
-        "chunk_size mamba_proj_bias mamba_ssm_cache_dtype n_shared_experts moe_shared_expert_overlap "
+        "chunk_size mamba_ssm_cache_dtype n_shared_experts moe_shared_expert_overlap "
         "num_nextn_predict_layers mtp_layers_block_type residual_in_fp32 hidden_dropout rescale_prenorm_residual",
         {
             "mlp_hidden_act": "relu2",
@@ -296,8 +279,18 @@ MAMBAS = {
             "moe_latent_size": None,
             "time_step_min": 0.001,
             "use_bias": False,
+            "mamba_proj_bias": False,
         },
-        {"num_local_experts": "n_routed_experts", "layers_block_type": "layer_types"},
+        {
+            "num_local_experts": "n_routed_experts",
+            "layers_block_type": "layer_types",
+            "mamba_n_heads": "mamba_num_heads",
+            "mamba_n_groups": "n_groups",
+            "mamba_d_state": "ssm_state_size",
+            "mamba_d_head": "mamba_head_dim",
+            "mamba_d_conv": "conv_kernel",
+            "mamba_conv_bias": "use_conv_bias",
+        },
         epsilon="layer_norm_epsilon",
         activation="mlp_hidden_act",
         completed=_nemotron_h_layers,
