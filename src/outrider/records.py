@@ -216,13 +216,9 @@ class Stats:
     num_truncated_rounds: float = 0
 
     def __add__(self, other: Stats) -> Stats:
-        return Stats(
-            self.num_generated_tokens + other.num_generated_tokens,
-            add_counts(self.acceptance_histogram, other.acceptance_histogram),
-            add_counts(self.drafted_histogram, other.drafted_histogram),
-            add_counts(self.full_histogram, other.full_histogram),
-            self.num_truncated_rounds + other.num_truncated_rounds,
-        )
+        pairs = [(getattr(self, one.name), getattr(other, one.name)) for one in fields(self)]
+        sums: Any = [add_counts(a, b) if isinstance(a, Sequence) else a + b for a, b in pairs]
+        return Stats(*sums)
 
     @property
     def num_rounds(self) -> float:

@@ -369,5 +369,4 @@ def num_tokens_of(checkpoint: Checkpoint) -> int:
 
 def width_of(checkpoint: Checkpoint) -> int:
     """Tokens that the model has logits for, padding included."""
-    width: int = checkpoint.model.config.get_text_config(decoder=True).vocab_size
-    return width
+    return int(checkpoint.model.config.get_text_config(decoder=True).vocab_size)

@@ -42,11 +42,12 @@ def read_config(spec: ModelSpec, file: GgufFile | None = None) -> Any:
             kinds.check_counts(spec.name, stated)
             config = transformers.AutoConfig.from_pretrained(spec.location, trust_remote_code=False)
         else:
-            from outrider.models.gguf.checkpoint import gguf_config, gguf_file
+            from outrider.models.gguf.checkpoint import gguf_file
+            from outrider.models.gguf.model import stated_model, transformers_config
 
             file = file or gguf_file(spec)
             kinds.check_head(spec.name, {"model_type": file.metadata.get("general.architecture")})
-            config = gguf_config(file, spec.name)
+            config = transformers_config(stated_model(file, spec.name), spec.name)
         kinds.check_kind(spec.name, config)
         kinds.auto_class(spec.name, config)
         if getattr(config.get_text_config(decoder=True), "attn_logit_softcapping", None) is not None:

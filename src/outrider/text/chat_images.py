@@ -150,8 +150,7 @@ def _num_pixels(image: Any) -> int:
         file.seek(0)
         num_scans = len(_START_OF_SCAN.findall(file.read()))
         file.seek(place)
-    num_pixels: int = image.width * image.height * max(1, -(-num_scans // _NUM_SCANS))
-    return num_pixels
+    return int(image.width * image.height * max(1, -(-num_scans // _NUM_SCANS)))
 
 
 def _decoded(image: Any) -> Any:

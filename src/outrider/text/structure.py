@@ -75,14 +75,9 @@ def grammar_of(sampling: Sampling) -> str | None:
 
 class Structure:
     """Constraint of one sequence and its state (see ``outrider.records.Constraint``). Tokens that end the sequence are
-    allowed when it is complete. A grammar may have been read before (``grammar_of``).
-
-    Raises:
-        OptionError: llguidance does not accept the constraint; no text matches it; the tokenizer is no fast one, or
-            there is no end token.
-        MissingExtra: llguidance is not installed.
-        ConstraintNotRead: the constraint was not read in time, since the machine is too busy.
-    """
+    allowed when it is complete. A grammar may have been read before (``grammar_of``). Raises OptionError: llguidance
+    does not accept the constraint, no text matches it, the tokenizer is no fast one, or there is no end token;
+    ConstraintNotRead: the machine is too busy to read it in time; MissingExtra."""
 
     def __init__(
         self, sampling: Sampling, tokenizer: Any, vocab_size: int, eos_ids: frozenset[int], grammar: str | None = None

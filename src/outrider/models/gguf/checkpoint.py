@@ -23,7 +23,7 @@ from outrider.kernels.row_copies import RowCopy
 from outrider.models.cpu_weights import HALVES, StoredWeights, large_matrices
 from outrider.models.families.config import ModelConfig
 from outrider.models.gguf.file import GgufFile, StoredTensor, is_readable, shards_of, type_name
-from outrider.models.gguf.model import StatedModel, stated_model, transformers_config
+from outrider.models.gguf.model import StatedModel, stated_model
 from outrider.models.gguf.tensors import Order, place_of, weight_of
 from outrider.models.kinds import check_missing
 from outrider.models.registry import ModelSpec
@@ -42,11 +42,6 @@ def gguf_file(spec: ModelSpec) -> GgufFile:
 
     files = [Path(hf_hub_download(str(spec.hub), str(shard))) for shard in shards_of(Path(spec.gguf))]
     return GgufFile.open(files[0])
-
-
-def gguf_config(file: GgufFile, name: str) -> Any:
-    """Transformers' configuration of a file. Raises UnsupportedModel, ModelCorrupt."""
-    return transformers_config(stated_model(file, name), name)
 
 
 def planned_weights(

@@ -204,8 +204,7 @@ class _Header:
         return np.dtype(_NUMBERS[kind])
 
     def _number(self, form: str) -> int:
-        number: int = struct.unpack(form, self._take(struct.calcsize(form)))[0]
-        return number
+        return int(struct.unpack(form, self._take(struct.calcsize(form)))[0])
 
     def _text(self) -> str:
         return _text(self.path, self._take(self._number("<Q")))

@@ -20,27 +20,16 @@ from outrider.models.kinds import check_counts
 # Keys without effect, whatever they state: llama.cpp takes the vocabulary from its tokens, the kind of norms from the
 # architecture (converters may write what both kinds add), and nothing from the others.
 _WITHOUT_EFFECT = {
-    "vocab_size",
-    "attention.layer_norm_epsilon",
-    "attention.layer_norm_rms_epsilon",
-    "rope.scaling.finetuned",
-    "pooling_type",  # of embeddings
+    *("vocab_size", "attention.layer_norm_epsilon", "attention.layer_norm_rms_epsilon", "rope.scaling.finetuned"),
+    *("tensor_data_layout", "pooling_type"),  # the latter of embeddings
     *("mrope_sections", "rope.mrope_section", "rope.mrope_interleaved"),  # of Ollama, which are stated elsewhere
-    "tensor_data_layout",
 }
 # Keys without effect if they have this value.
 _NEUTRAL: dict[str, Any] = {
-    "attention.causal": True,
-    "attention.max_alibi_bias": 0.0,
-    "attention.sliding_window": 0,
-    "expert_count": 0,
-    "expert_used_count": 0,
-    "expert_shared_count": 0,
-    "expert_weights_scale": 1.0,
-    "norm_top_k_prob": True,  # of Ollama, as the next
-    "ssm.v_head_reordered": True,
-    "rope.scaling.yarn_attn_factor": 1.0,
-    "rope.scaling.yarn_ext_factor": 1.0,
+    **dict.fromkeys(("attention.causal", "norm_top_k_prob", "ssm.v_head_reordered"), True),  # two of Ollama
+    **dict.fromkeys(("attention.max_alibi_bias", "attention.sliding_window"), 0),
+    **dict.fromkeys(("expert_count", "expert_used_count", "expert_shared_count"), 0),
+    **dict.fromkeys(("expert_weights_scale", "rope.scaling.yarn_attn_factor", "rope.scaling.yarn_ext_factor"), 1.0),
 }
 # Keys of encoders of images and sounds, which Ollama writes to the file of the model.
 _OF_IMAGES = ("vision.", "audio.", "mm.")
@@ -107,11 +96,9 @@ class Stated:
 
     def check_shape(self, tensor: str, *shape: int) -> None:
         """Raises ModelCorrupt: the keys state another shape than a tensor has."""
-        own = self.file.tensors[tensor].shape if self.has(tensor) else ()
-        if own != shape:
-            raise ModelCorrupt(
-                f"{self.name}: by the file's keys {tensor} has the shape {list(shape)}; it has {list(own)}"
-            )
+        if (own := self.file.tensors[tensor].shape if self.has(tensor) else ()) != shape:
+            told = f"by the file's keys {tensor} has the shape {list(shape)}; it has {list(own)}"
+            raise ModelCorrupt(f"{self.name}: {told}")
 
     def numbers(self, tensor: str, count: int) -> list[float]:
         """Numbers of a tensor. Raises ModelCorrupt: they are not ``count``, or there is none."""
@@ -129,10 +116,9 @@ class Stated:
     def check_all_read(self) -> None:
         """Raises UnsupportedModel: a key has an effect that is not known here."""
         for key in sorted(self._unread - _WITHOUT_EFFECT):
-            if key.startswith(_OF_IMAGES):
-                continue
-            if key not in _NEUTRAL or self._values[key] != _NEUTRAL[key]:
-                raise self.refusal(key, self._values[key])
+            value = self._values[key]
+            if not key.startswith(_OF_IMAGES) and (key not in _NEUTRAL or value != _NEUTRAL[key]):
+                raise self.refusal(key, value)
 
 
 def head_fields(stated: Stated) -> dict[str, Any]:

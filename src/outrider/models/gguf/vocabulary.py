@@ -33,23 +33,20 @@ _GGML = "tokenizer.ggml."
 _TEMPLATE = "tokenizer.chat_template"
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # types of tokens; the others need no treatment
 
-_READ = (
-    *("model", "pre", "tokens", "token_type", "scores", "merges", "add_bos_token", "add_eos_token", "add_space_prefix"),
-    *("bos_token_id", "eos_token_id", "unknown_token_id", "padding_token_id"),
-    "eos_token_ids",  # of Ollama
+_READ = (  # the last one is Ollama's
+    "model pre tokens token_type scores merges add_bos_token add_eos_token add_space_prefix bos_token_id eos_token_id "
+    "unknown_token_id padding_token_id eos_token_ids "
 )
 # Keys that change no token of these kinds: ids of ends and of parts of code, and what llama.cpp reads for vocabularies
 # of other kinds alone, or not at all.
 _HARMLESS = (
-    *("eot_token_id", "eom_token_id", "seperator_token_id", "cls_token_id", "mask_token_id", "add_sep_token"),
-    *("fim_pre_token_id", "fim_suf_token_id", "fim_mid_token_id", "fim_pad_token_id", "fim_rep_token_id"),
-    *("fim_sep_token_id", "prefix_token_id", "suffix_token_id", "middle_token_id"),
-    *("token_type_count", "remove_extra_whitespaces"),
-    *("add_padding_token", "add_unknown_token", "add_mask_token"),
+    "eot_token_id eom_token_id seperator_token_id cls_token_id mask_token_id add_sep_token fim_pre_token_id "
+    "fim_suf_token_id fim_mid_token_id fim_pad_token_id fim_rep_token_id fim_sep_token_id prefix_token_id "
+    "suffix_token_id middle_token_id token_type_count remove_extra_whitespaces add_padding_token add_unknown_token "
+    "add_mask_token"
 )
-_KNOWN = {_GGML + key for key in (*_READ, *_HARMLESS)} | {
-    *(_TEMPLATE, "tokenizer.chat_templates", "tokenizer.huggingface.json")
-}
+_KNOWN = {_GGML + key for key in (_READ + _HARMLESS).split()}
+_KNOWN |= {_TEMPLATE, "tokenizer.chat_templates", "tokenizer.huggingface.json"}
 # Roles of tokens in Transformers, and their keys; ids where a file states none, by the kind of vocabulary.
 _ROLES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 _DEFAULTS: dict[str, dict[str, int]] = {"gpt2": {"eos": 11}, "llama": {"eos": 2, "unknown": 0}, "gemma4": {}}

@@ -125,26 +125,7 @@ def load_assistant(stored: Mapping[str, Tensor], stated: Mapping[str, Any], name
             f"{name} reads keys and values of layers of the type {lacking[0]}, which {target.name} does not have"
         )
     head = AssistantHead(config, own, shared, target)
-    _check(head, config, name, target)
-    tensors = dict(stored)
-    if (embedding := tensors.pop("model.embed_tokens.weight", None)) is not None:
-        tensors.setdefault("lm_head.weight", embedding)
-    tensors = {key.replace("masked_embedding.", "lm_head."): value for key, value in tensors.items()}
-    fill(head, tensors, name, target, shared=("embed_tokens.", "target_norm.", "model.rotary_emb."))
-    if config.use_ordered_embeddings:
-        ids: Any = head.lm_head.token_ordering
-        if not torch.equal(ids.long().sort().values, torch.arange(len(ids), device=ids.device)):
-            raise ModelCorrupt(f"{name} has a token_ordering that does not name each of its tokens once")
-    with target.lock, torch.inference_mode():  # a trial, for numbers that no weight shows
-        place = torch.zeros(1, 1, dtype=torch.long, device=target.device)
-        state = torch.zeros(1, 1, head.state_size, dtype=target.dtype, device=target.device)
-        head(place, state, place, SlotCache.empty(target.layer_shapes, 1, 1).of_layers(head.shared_layers), 1)
-    return head
-
-
-def _check(head: AssistantHead, config: Any, name: str, target: LM) -> None:
-    """Raises ModelCorrupt: an assistant is for another target."""
-    width, own = embedding_of(target).shape[1], head.config
+    width = embedding_of(target).shape[1]
     if config.backbone_hidden_size != width:
         raise ModelCorrupt(
             f"{name} is for another target: it reads hidden states of {config.backbone_hidden_size} numbers, and those "
@@ -160,11 +141,24 @@ def _check(head: AssistantHead, config: Any, name: str, target: LM) -> None:
             f"{name} chooses {num_chosen} of {num_groups} groups of tokens (centroid_intermediate_top_k)"
         )
     for kind, layer in zip(own.layer_types, head.layers, strict=True):
-        shape = target.layer_shapes[head.shared_layers[head.shared_types.index(kind)]]
-        attention = layer.self_attn
+        shape, attention = target.layer_shapes[shared[kind]], layer.self_attn
         num_heads = own.num_attention_heads // attention.num_key_value_groups
         if (num_heads, attention.head_dim) != (shape.num_heads, shape.key_dim):
             raise ModelCorrupt(
                 f"{name} is for another target: in {kind} it reads {num_heads} heads of {attention.head_dim} numbers, "
                 f"and {target.name} has {shape.num_heads} of {shape.key_dim}"
             )
+    tensors = dict(stored)
+    if (embedding := tensors.pop("model.embed_tokens.weight", None)) is not None:
+        tensors.setdefault("lm_head.weight", embedding)
+    tensors = {key.replace("masked_embedding.", "lm_head."): value for key, value in tensors.items()}
+    fill(head, tensors, name, target, shared=("embed_tokens.", "target_norm.", "model.rotary_emb."))
+    if config.use_ordered_embeddings:
+        ids: Any = head.lm_head.token_ordering
+        if not torch.equal(ids.long().sort().values, torch.arange(len(ids), device=ids.device)):
+            raise ModelCorrupt(f"{name} has a token_ordering that does not name each of its tokens once")
+    with target.lock, torch.inference_mode():  # a trial, for numbers that no weight shows
+        place = torch.zeros(1, 1, dtype=torch.long, device=target.device)
+        state = torch.zeros(1, 1, head.state_size, dtype=target.dtype, device=target.device)
+        head(place, state, place, SlotCache.empty(target.layer_shapes, 1, 1).of_layers(head.shared_layers), 1)
+    return head

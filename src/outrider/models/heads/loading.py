@@ -25,14 +25,11 @@ from outrider.native.planned_model import PlannedModel
 from outrider.runtime.lm import LM
 
 _MTP_PREFIX = "mtp."
-MTP = "mtp"
-"""Draft with the MTP layers of the target's own checkpoint."""
+MTP = "mtp"  # draft with the MTP layers of the target's own checkpoint
 
 # Beginnings of the tensors of heads that are not run here, in GGUF files too.
 _NOT_RUN = {
-    "markov_": "a DSpark head",
-    "confidence_head.": "a DSpark head",
-    "conf_proj.": "a DSpark head",
+    **dict.fromkeys(("markov_", "confidence_head.", "conf_proj."), "a DSpark head"),
     "lilicorr.": "a LiLiCorr head",
     "mask_hidden": "a P-EAGLE head",
 }
@@ -85,10 +82,9 @@ def load_head(spec: ModelSpec, target: LM, *, allow_pickle: bool = False) -> LM:
             files = find_tensors(spec.location, allow_pickle=allow_pickle)
             check_runs(spec.name, files, head_named(stated))
             tensors = without_fp8(read_tensors(spec.location, files), stated)
-    if (kind := kind_of_head(tensors.keys())) is None:
-        thing = head_named(stated) or "a head"
-        raise UnsupportedModel(f"{spec.name} is {thing}, in a layout that is not known here")
-    with building(f"no head can be built of {spec.name}"):
+        if (kind := kind_of_head(tensors.keys())) is None:
+            thing = head_named(stated) or "a head"
+            raise UnsupportedModel(f"{spec.name} is {thing}, in a layout that is not known here")
         return head_lm(_LOADERS[kind](tensors, stated, spec.name, target), spec.name, target)
 
 
