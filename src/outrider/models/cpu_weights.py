@@ -191,8 +191,3 @@ class StoredWeights(NamedTuple):
         copies = BackgroundCopies([copy for _, parts in made.values() for copy in parts])
         weights: dict[str, Tensor] = {name: weight for name, (weight, _) in made.items()}
         return weights | {name: self.read(name) for name in self.others}, copies
-
-    def read_all(self) -> dict[str, Tensor]:
-        weights, copies = self.begin()
-        copies.wait()
-        return weights

@@ -21,8 +21,6 @@ from outrider.system.resources import memory_errors
 # Attention that position-based masks describe, states, and layers without a cache.
 _ATTENDING = {"full_attention", "sliding_attention", "chunked_attention"}
 _LAYER_TYPES = _ATTENDING | {"linear_attention", "conv", "hybrid", "mlp", "moe"}
-# The probe would refuse these too, but only after their weights are loaded.
-_APART = ("minimax", "recurrent_gemma", "rwkv", "xlstm")
 # Words in the names of a head's architectures and type, and fields that only its configuration has.
 _HEADS = {
     "lilicorr": "a LiLiCorr draft",
@@ -51,8 +49,6 @@ _COUNT = re.compile(
     r"|(inner|state|hidden|intermediate)_size|(block|head|dimension|expert|used|group|shared)_count(_\w+)?"
     r"|(embedding|feed_forward|key|value)_length(_\w+)?)$"
 )
-_MOST = 2**24
-
 FAILURES = (TypeError, ValueError, ArithmeticError, RuntimeError, AttributeError, LookupError)
 """Errors of modelling code that expects another configuration, or another cache."""
 
@@ -66,7 +62,7 @@ def check_counts(name: str, stated: Any, field: str = "") -> None:
     elif isinstance(stated, list) and _COUNT.search(field):
         for value in stated:
             check_counts(name, value, field)
-    elif isinstance(stated, int | float) and _COUNT.search(field) and not 0 <= stated <= _MOST:
+    elif isinstance(stated, int | float) and _COUNT.search(field) and not 0 <= stated <= 2**24:
         raise ModelCorrupt(f"{name} states {field} = {stated}, which no model has: the file is damaged")
 
 
@@ -166,14 +162,13 @@ def check_task(name: str, config: Any) -> None:
 def check_kind(name: str, config: Any) -> None:
     """Refuse a kind of model by name before its weights are read."""
     check_task(name, config)
-    kind = config.model_type
-    text_config = config.get_text_config(decoder=True)
+    kind, text_config = config.model_type, config.get_text_config(decoder=True)
     if strange := set(getattr(text_config, "layer_types", None) or ()) - _LAYER_TYPES:
         raise UnsupportedModel(
             f"{name} ({kind}) has layers of type {', '.join(sorted(strange))}, whose cache cannot be rolled back to an "
             "earlier token here: attention must be full, sliding-window or chunked"
         )
-    if kind in _APART:
+    if kind in ("minimax", "recurrent_gemma", "rwkv", "xlstm"):  # the probe's verdict, without loading weights
         raise UnsupportedModel(
             f"{name} ({kind}) keeps its state outside of the common cache of Transformers, where it cannot be rolled "
             "back to an earlier token"

@@ -31,14 +31,12 @@ _NUM_COMPARED = 4  # tokens
 _LENGTH = 8
 _LENGTH_WITH_STATES = 3 * STRIDE + 7  # puts the anchor some tokens before those compared
 _BEHIND = 0, 5  # tokens by which rows of one forward are shorter: their anchors differ
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "ffn_config")
 _NUM_OTHERS = 3  # rows
 # For equal products of equal shape: all known kernels give equal bits.
 _TOLERANCE_OF_ROWS = 1e-6
 _MOST_ALONE = 10.0  # times the error when fed among several
 _LEAST_LOG_PROB = -20.0  # rarer tokens are not compared
 _LEAST_SPREAD = 0.01  # nats, if hardly more than one token of each row is compared
-_WINDOWS = ("sliding_window", "window_size", "attention_chunk_size")  # names in configurations
 _LONGEST_WINDOW = 4096
 # Parameters times tokens. The first takes a CPU thread about a second in float32, two if a window is thousands of
 # tokens long. The second is an estimate, not a measurement: 80 TFLOP, a fraction of a second for a GPU of some hundred
@@ -109,8 +107,8 @@ def _probe(lm: LM) -> None:
 
 def window_of(lm: LM) -> int:
     """Sliding window or chunk that the configuration states; 0 for none."""
-    config: Any = lm.model.config
-    windows = [getattr(config.get_text_config(decoder=True), name, None) for name in _WINDOWS]
+    config, names = lm.model.config, ("sliding_window", "window_size", "attention_chunk_size")
+    windows = [getattr(config.get_text_config(decoder=True), name, None) for name in names]
     return next((window for window in windows if isinstance(window, int)), 0)
 
 
@@ -238,7 +236,8 @@ def _compare_rows(lm: LM) -> None:
         noise = 4 * _difference(logits(ids), first)
     spread = _spread(first)
     config: Any = lm.model.config.get_text_config(decoder=True)
-    has_experts = any(getattr(config, name, None) for name in _EXPERTS)  # whose tokens' order depends on other rows
+    names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "ffn_config")
+    has_experts = any(getattr(config, name, None) for name in names)  # whose tokens' order depends on other rows
     by_rounding = (tolerance(lm.dtype) if has_experts else _TOLERANCE_OF_ROWS) * spread
     change = _difference(other, first)
     if not change <= max(by_rounding, noise) < math.inf:

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from outrider.models.gguf.file import GgufFile
 
 _LOG = logging.getLogger(__name__)
-# Libraries that quantize, whose warnings (kernels for other devices, deprecated calls) are nothing for users.
-_NOISY = ("torchao", "torch.utils._pytree", "bitsandbytes")
 
 
 def read_config(spec: ModelSpec, file: GgufFile | None = None) -> Any:
@@ -83,7 +81,8 @@ def reading(spec: ModelSpec, what: str, config: Any | None = None) -> Iterator[N
     where = spec.location if spec.gguf is None else f"{spec.location}/{spec.gguf}"
     is_quiet = spec.path is not None and sum(file.stat().st_size for file in weights) < 2**30
     try:
-        for noisy in _NOISY:
+        # Libraries that quantize, whose warnings (kernels for other devices, deprecated calls) are nothing for users:
+        for noisy in ("torchao", "torch.utils._pytree", "bitsandbytes"):
             logging.getLogger(noisy).setLevel(logging.ERROR)
         bars = without_bars() if is_quiet and "transformers" in sys.modules else contextlib.nullcontext()
         with bars, memory_errors():

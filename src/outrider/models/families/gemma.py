@@ -125,14 +125,12 @@ def _of_kind(config: Any, kind: str) -> dict[str, int]:
     """Sizes of Gemma 4's layers of a kind: those without a window have their own."""
     sizes: dict[str, int] = {name: getattr(config, name) for name in ("head_dim", "num_key_value_heads")}
     overrides: Any = getattr(config, "per_layer_config", None)
-    if kind != "full_attention":
-        return sizes
-    if overrides is not None:  # as Transformers writes what a file states by the two names below
+    if kind == "full_attention" and overrides is not None:  # Transformers' form of the two fields below
         sizes |= overrides[str(config.layer_types.index(kind))]
-        return sizes
-    sizes["head_dim"] = config.global_head_dim
-    if config.attention_k_eq_v and (number := getattr(config, "num_global_key_value_heads", None)) is not None:
-        sizes["num_key_value_heads"] = number
+    elif kind == "full_attention":
+        sizes["head_dim"] = config.global_head_dim
+        if config.attention_k_eq_v and (number := getattr(config, "num_global_key_value_heads", None)) is not None:
+            sizes["num_key_value_heads"] = number
     return sizes
 
 

@@ -55,7 +55,7 @@ def planned_weights(
     if missing := sorted(names - found.keys()):
         raise NotPlanned(f"the file has no {missing[0]}")
     shapes = {weight: source.shape for weight, source in found.items()}
-    return _stored(found, large_matrices(plan, shapes), name, num_digits)
+    return stored_weights(found, large_matrices(plan, shapes), name, num_digits)
 
 
 def skeleton_weights(
@@ -71,12 +71,14 @@ def skeleton_weights(
             raise source.misfit(name, expected)
     shared = {parameters[weight] for weight in found}
     check_missing(name, (key for key, parameter in parameters.items() if parameter not in shared))
-    return _stored(found, {weight: layout for weight, layout in large.items() if weight in found}, name, num_digits)
+    large = {weight: layout for weight, layout in large.items() if weight in found}
+    return stored_weights(found, large, name, num_digits)
 
 
-def _stored(
+def stored_weights(
     found: Mapping[str, Source], large: Mapping[str, ExpertLayout | None], name: str, num_digits: int
 ) -> StoredWeights:
+    """Weights of these sources; those of the ``large`` matrices stay as they are stored where they may."""
     kept = {weight: found[weight].num_bytes for weight, layout in large.items() if found[weight].stays(layout)}
     if large:  # a large model
         wide = {weight: one for weight, one in found.items() if weight in large or len(one.tensors[0].shape) > 2}

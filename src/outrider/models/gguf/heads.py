@@ -6,7 +6,6 @@ gemma.py, which tell how files come about; the build of llama-cpp-python 0.3.36.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Set
 from types import SimpleNamespace
 from typing import Any
@@ -16,9 +15,9 @@ from torch import Tensor
 
 from outrider.errors import ModelCorrupt, UnsupportedModel
 from outrider.kernels.narrow_weight import ExpertLayout
-from outrider.models.cpu_weights import StoredWeights, is_large
+from outrider.models.cpu_weights import is_large
 from outrider.models.families.gemma import ASSISTANT
-from outrider.models.gguf.checkpoint import Source, gguf_file
+from outrider.models.gguf.checkpoint import Source, gguf_file, stored_weights
 from outrider.models.gguf.file import GgufFile
 from outrider.models.gguf.keys import Stated, decoder_fields
 from outrider.models.gguf.model import ARCHITECTURES, config_fields
@@ -60,8 +59,6 @@ _NEXTN = {
     "nextn.embed_tokens": "embed_tokens",
     "nextn.shared_head_head": "shared_head.head",
 }
-_NORMS_OF_MTP = ("pre_fc_norm_embedding.weight", "pre_fc_norm_hidden.weight", "norm.weight")
-_OF_SECOND = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")  # settings of DFlash 2
 
 
 def is_gguf_head(file: GgufFile) -> bool:
@@ -91,7 +88,7 @@ def gguf_head(spec: ModelSpec, num_digits: int | None) -> tuple[dict[str, Any], 
         if tensor not in stated.read_tensors and tensor != "d2t":
             own = order(place_of(tensor)[1].rpartition(".")[0], sizes)
             sources[_name(tensor, names, spec.name)] = Source((stored,), own, None, None)
-    tensors = _read(sources, num_digits)
+    tensors = _read(sources, spec.name, num_digits)
     if stated.has("d2t"):  # ids of the target's tokens; other layouts store them less those of the head
         ids = torch.from_numpy(file.tensors["d2t"].raw().view("<i8").copy())
         tensors["d2t"] = ids - torch.arange(len(ids))
@@ -117,10 +114,11 @@ def gguf_mtp(file: GgufFile, name: str, target: Any, num_digits: int | None) -> 
     for parameter, tensors in parts.items():
         leaf = place_of(tensors[0])[1]
         order, columns = (rule(leaf.rpartition(".")[0], target.config) for rule in (form.order, form.columns))
-        change = form.changes.get("attn_norm.weight" if parameter.endswith(_NORMS_OF_MTP) else leaf)
+        is_norm = parameter.endswith(("pre_fc_norm_embedding.weight", "pre_fc_norm_hidden.weight", "norm.weight"))
+        change = form.changes.get("attn_norm.weight" if is_norm else leaf)
         stored = tuple(file.tensors[tensor] for tensor in sorted(tensors))  # a gate before "up"
         sources[parameter] = Source(stored, order, columns, change)
-    return _read(sources, num_digits)
+    return _read(sources, name, num_digits)
 
 
 def _name_of_mtp(tensor: str, weights: Set[str], num_layers: int, head: str) -> str:
@@ -135,21 +133,13 @@ def _name_of_mtp(tensor: str, weights: Set[str], num_layers: int, head: str) -> 
     raise _misplaced(tensor, head)
 
 
-def _read(sources: Mapping[str, Source], num_digits: int | None) -> dict[str, Tensor]:
+def _read(sources: Mapping[str, Source], head: str, num_digits: int | None) -> dict[str, Tensor]:
     """Tensors, large matrices in their blocks unless ``num_digits`` is None."""
-    layouts = {name: ExpertLayout(one.shape[0]) if len(one.shape) == 3 else None for name, one in sources.items()}
-    kept = {
-        name: source.num_bytes
-        for name, source in sources.items()
-        if num_digits is not None and source.stays(layouts[name]) and is_large(source.shape)
-    }
-    others = {name: 4 * math.prod(one.shape) for name, one in sources.items() if name not in kept}
-    return StoredWeights(
-        kept,
-        others,
-        lambda name: sources[name].numbers(),
-        lambda name, empty: sources[name].stored(num_digits or 0, empty, layouts[name]),
-    ).read_all()
+    large = {key: one.shape for key, one in sources.items() if num_digits is not None and is_large(one.shape)}
+    layouts = {key: ExpertLayout(shape[0]) if len(shape) == 3 else None for key, shape in large.items()}
+    tensors, copies = stored_weights(sources, layouts, head, num_digits or 0).begin()
+    copies.wait()
+    return tensors
 
 
 def _fields(stated: Stated, *, is_eagle3: bool) -> dict[str, Any]:
@@ -193,7 +183,8 @@ def _block_fields(stated: Stated, fields: Mapping[str, Any], features: list[int]
     num_layers, window = fields["num_hidden_layers"], stated.take("attention.sliding_window", 0)
     has_window = stated.take("attention.sliding_window_pattern", [window > 0] * num_layers)
     activation = stated.take("hidden_activation", "silu")
-    second = {key: stated.take(key, 0) for key in _OF_SECOND}
+    of_second = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")  # settings of DFlash 2
+    second = {key: stated.take(key, 0) for key in of_second}
     if all(second.values()):
         size, num_groups = fields["hidden_size"], fields["hidden_size"] // second["conv_group_size"]
         stated.check_shape("selector_hidden.weight", second["selector_rank"], size)

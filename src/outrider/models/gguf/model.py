@@ -17,7 +17,6 @@ from outrider.models.gguf.tensors import GgufForm, place_of
 ARCHITECTURES = {name: (family, form) for family in FAMILIES for name, form in FAMILIES[family].gguf.items()}
 """By GGUF's name: the model_type, unless the file's keys are those of another, and the form of the file."""
 _LOG = logging.getLogger(__name__)
-_OF_IMAGES = ("v.", "a.", "mm.")  # beginnings of tensors that Ollama has in the file of a model
 
 
 class StatedModel(NamedTuple):
@@ -45,7 +44,7 @@ def stated_model(file: GgufFile, name: str) -> StatedModel:
         fields = {"model_type": family} | config_fields(stated, form, FAMILIES[family].epsilon)
     of_mtp = range(stated.num_layers, stated.take("block_count"))
     mtp = frozenset(name for name in file.tensors if int(place_of(name)[0] or -1) in of_mtp)
-    images = frozenset(name for name in file.tensors if name.startswith(_OF_IMAGES))
+    images = frozenset(one for one in file.tensors if one.startswith(("v.", "a.", "mm.")))  # as Ollama has them
     if images:
         _LOG.info("%s reads no images: %d tensors of their encoder are left out", name, len(images))
     return StatedModel(fields, form, mtp, mtp | images | stated.read_tensors)

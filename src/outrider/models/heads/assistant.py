@@ -59,8 +59,7 @@ class AssistantHead(Head):
         """Take the configurations of the assistant and of its decoder, and for each type of a layer the target's layer
         whose keys and values it reads."""
         super().__init__()
-        model = target.model
-        decoder_of_target = model.get_decoder()
+        model, decoder_of_target = target.model, target.model.get_decoder()
         size, width = of_layers.hidden_size, config.backbone_hidden_size
         self.config = of_layers
         self.features = (len(decoder_of_target.layers),)

@@ -145,8 +145,7 @@ class BlockHead(Head):
         self.multiplier = float(_value(stated, "output_multiplier", 1.0))
         self.softcap = float(_value(stated, "final_logit_softcapping", 0.0) or 0.0)
         decoder = decoder_of(self.config, target.name)
-        size, eps = config.hidden_size, config.rms_norm_eps
-        norm = type(decoder.norm)
+        size, eps, norm = config.hidden_size, config.rms_norm_eps, type(decoder.norm)
         with torch.device("meta"):
             self.fc = nn.Linear(tensors["fc.weight"].shape[1], size, bias="fc.bias" in tensors)
             self.hidden_norm, self.norm = norm(size, eps=eps), norm(size, eps=eps)

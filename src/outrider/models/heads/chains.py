@@ -66,8 +66,7 @@ class Eagle3Head(Head):
         is_default = stated.get("speculators_model_type") == "eagle3"
         self.norm_before_residual = bool(stated.get("norm_before_residual", is_default))
         self.norm_output = bool(stated.get("norm_output", inner.get("norm_output", False)))
-        norm, eps = type(decoder.norm), config.rms_norm_eps
-        width = tensors["fc.weight"].shape[1]
+        norm, eps, width = type(decoder.norm), config.rms_norm_eps, tensors["fc.weight"].shape[1]
         with torch.device("meta"):
             self.fc = nn.Linear(width, size, bias="fc.bias" in tensors)
             if "input_norm.weight" in tensors:
@@ -158,8 +157,7 @@ class MtpHead(Head):
 
     def __init__(self, target: LM) -> None:
         super().__init__()
-        model = target.model
-        decoder = model.get_decoder()
+        model, decoder = target.model, target.model.get_decoder()
         config = model.config.get_text_config(decoder=True)
         types = list(getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers)
         # The last layer with full attention: the first ones may lack experts.
@@ -178,12 +176,10 @@ class MtpHead(Head):
             self.layers = nn.ModuleList([type(like)(own, self.index)])
             self.norm = norm(size, eps=eps)
         self.cache_name = cache_argument(like)
-        module: Any
         for module in self.layers.modules():
-            if hasattr(module, "layer_idx"):
-                module.layer_idx = 0
-            if hasattr(module, "config"):
-                module.config = self.config
+            for name, value in (("layer_idx", 0), ("config", self.config)):
+                if hasattr(module, name):
+                    setattr(module, name, value)
         self.target_norm, self.rotary_emb = decoder.norm, decoder.rotary_emb
         self.embed_tokens, self.lm_head = model.get_input_embeddings(), model.get_output_embeddings()
 
