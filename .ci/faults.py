@@ -41,7 +41,7 @@ FAULTS = [
     # Adaptive K
     ("decoding/schedule.py", "< _CHANGE * rates[load.usual_k]", "> _CHANGE * rates[load.usual_k]", "decoding"),
     # Files
-    ("models/gguf/tensors.py", "return numbers - 1\n", "return numbers\n", "models"),
+    ("models/gguf/tensors.py", "lambda numbers: numbers - 1 for", "lambda numbers: numbers for", "models"),
     ("models/gguf/vocabulary.py", "(-scores[ids[text]], -len(text))", "-scores[ids[text]]", "models"),
     # Requests of the server
     ("serve/body.py", "                if given[other] != given[found[0]]:", "                if False:", "serve"),

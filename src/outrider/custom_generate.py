@@ -30,7 +30,6 @@ from outrider.requests.engine_loop import RequestState
 from outrider.requests.logits_processors import Criteria, ProcessedRow, as_options, of_row, process
 from outrider.runtime.modules import CACHE_NAMES
 
-_MODES = ("greedy_search", "sample")
 # Fields of GenerationConfig that ask for another mode, with what to use instead.
 _OTHER_MODES = {
     "prompt_lookup_num_tokens": "give the draft 'ngram' to assisted()",
@@ -39,8 +38,6 @@ _OTHER_MODES = {
     "is_assistant": "this model is the target: leave it out",
     **dict.fromkeys(("penalty_alpha", "dola_layers", "constraints", "force_words_ids", "num_beams", "num_beam_groups")),
 }
-_BEAMS = ("num_beams", "num_beam_groups")  # where 1 is none
-_WITHOUT_EFFECT = {"use_cache", "logits_to_keep", "cache_position"}
 CustomGenerate = Callable[..., Any]
 _KEPT = "_outrider_decoders"  # attribute of a model
 
@@ -205,8 +202,8 @@ def _check(model: Any, config: Any) -> None:
         raise OptionError("cache_implementation", config.cache_implementation, "this cache is another: leave it out")
     mode = config.get_generation_mode()
     given = {one: getattr(config, one, None) for one in _OTHER_MODES}
-    asked = [one for one, value in given.items() if value and not (one in _BEAMS and value == 1)]
-    if asked or mode not in _MODES:
+    asked = [one for one, value in given.items() if value and not (one.startswith("num_beam") and value == 1)]
+    if asked or mode not in ("greedy_search", "sample"):
         (name, *_) = (*asked, "do_sample")
         remedy = _OTHER_MODES.get(name) or f"there is no {mode.replace('_', ' ')} here: leave it out"
         raise OptionError(name, getattr(config, name), remedy)
@@ -219,7 +216,8 @@ def _padding(input_ids: Tensor, model_kwargs: dict[str, Any]) -> list[int]:
             raise OptionError(name, type(cache).__name__, "caches are not taken over: give the whole prompt")
     mask, positions = model_kwargs.pop("attention_mask", None), model_kwargs.pop("position_ids", None)
     for name, value in model_kwargs.items():
-        if name not in _WITHOUT_EFFECT and value is not None and value is not False:
+        has_effect = name not in ("use_cache", "logits_to_keep", "cache_position")
+        if has_effect and value is not None and value is not False:
             raise OptionError(name, type(value).__name__, "the models read token ids alone: leave it out")
     if input_ids.shape[1] == 0:
         raise OptionError("input_ids", list(input_ids.shape), "there are no ids (are there inputs_embeds?): give some")

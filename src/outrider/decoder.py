@@ -24,9 +24,8 @@ from outrider.options import (
     NumDraftTokens,
     Sampling,
     SamplingChanges,
-    check_n,
+    check_count,
     check_num_draft_tokens,
-    check_num_slots,
     with_checked,
 )
 from outrider.records import Chunk, Completion, MediaPrompt, Request
@@ -132,7 +131,7 @@ class Decoder(BlockingCalls):
             the other prompts continue.
         """
         own = self._with(num_draft_tokens, acceptance)
-        check_num_slots(num_slots)
+        check_count("num_slots", num_slots)
         (options,) = all_row_options(sampling, {}, 1, self.sampling_defaults)
         check_names(changes)
         return own._completions(prompts_of(prompts), num_slots, options | changes)
@@ -156,7 +155,7 @@ class Decoder(BlockingCalls):
             num_draft_tokens, acceptance: in place of the decoder's.
         """
         own = self._with(num_draft_tokens, acceptance)
-        check_num_slots(slots, "slots")
+        check_count("slots", slots)
         least, most = _LEAST_SESSION_CAPACITY, self.target.context_len
         if capacity is not None:
             if isinstance(capacity, bool) or not isinstance(capacity, int) or not 2 <= capacity <= most:
@@ -345,7 +344,7 @@ class Decoder(BlockingCalls):
         num_slots, is_repeatable = changes.pop("num_slots", DEFAULT_NUM_SLOTS), changes.pop("is_repeatable", True)
         own = self._with(changes.pop("num_draft_tokens", None), changes.pop("acceptance", None))
         states = own._requests(prompts, sampling, resume_ids, n, changes, is_repeatable=is_repeatable)
-        check_num_slots(num_slots)
+        check_count("num_slots", num_slots)
         return states, own.loop(min(num_slots, len(states)), prefill_chunk=None)
 
     def _requests(
@@ -358,7 +357,7 @@ class Decoder(BlockingCalls):
         *,
         is_repeatable: bool = True,
     ) -> list[RequestState]:
-        check_n(n)
+        check_count("n", n)
         changes, prompts = dict(options), list(prompts_of(given))
         reports_drafts = changes.pop("reports_drafts", False)
         check_padding(self.tokenizer, prompts)

@@ -44,6 +44,11 @@ def shown(value: object, num_characters: int) -> str:
     return repr(value)[:num_characters]
 
 
+def reason_of(error: Exception) -> str:
+    """The text of an error, in one line, cut."""
+    return " ".join(str(error).split())[:300]
+
+
 class OutriderError(Exception):
     """Base of all errors that Outrider raises on purpose."""
 
@@ -60,9 +65,7 @@ class OptionError(UsageError):
         if len(text) > _MOST_CHARACTERS:
             text = f"{text[: _MOST_CHARACTERS - 4]} ..."
         super().__init__(f"{name} = {text} is invalid: {remedy}")
-        self.name = name
-        self.value = value
-        self.remedy = remedy
+        self.name, self.value, self.remedy = name, value, remedy
 
     def __reduce__(self) -> tuple[object, ...]:  # so that it can be pickled
         return type(self), (self.name, self.value, self.remedy)
@@ -127,9 +130,7 @@ class MissingExtra(UsageError):
 
     def __init__(self, package: str, extra: str, needed_by: str = "this") -> None:
         super().__init__(f"{needed_by} needs {package}: {INSTALL.format(extra=extra)} in a clone of Outrider")
-        self.package = package
-        self.extra = extra
-        self.needed_by = needed_by
+        self.package, self.extra, self.needed_by = package, extra, needed_by
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.package, self.extra, self.needed_by)

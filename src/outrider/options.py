@@ -301,11 +301,6 @@ def check_num_draft_tokens(k: NumDraftTokens) -> None:
         raise OptionError("num_draft_tokens", k, f"a whole number from {remedy}")
 
 
-def check_num_slots(num_slots: int, name: str = "num_slots") -> None:
+def check_count(name: str, number: int) -> None:
     """Raises OptionError."""
-    _check_integer(name, num_slots, 1, "a whole number >= 1")
-
-
-def check_n(n: int) -> None:
-    """Raises OptionError."""
-    _check_integer("n", n, 1, "a whole number >= 1: the completions of each prompt")
+    _check_integer(name, number, 1, "a whole number >= 1")

@@ -14,7 +14,7 @@ This module knows no model and no file. It does not import torch.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import astuple, dataclass, field, fields
 from itertools import zip_longest
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias
@@ -117,12 +117,7 @@ class Timing:
     total_s: float = 0.0
 
     def __add__(self, other: Timing) -> Timing:
-        return Timing(
-            self.prefill_s + other.prefill_s,
-            self.draft_s + other.draft_s,
-            self.verify_s + other.verify_s,
-            self.total_s + other.total_s,
-        )
+        return Timing(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
     @property
     def decode_s(self) -> float:
@@ -221,13 +216,9 @@ class Stats:
     num_truncated_rounds: float = 0
 
     def __add__(self, other: Stats) -> Stats:
-        return Stats(
-            self.num_generated_tokens + other.num_generated_tokens,
-            add_counts(self.acceptance_histogram, other.acceptance_histogram),
-            add_counts(self.drafted_histogram, other.drafted_histogram),
-            add_counts(self.full_histogram, other.full_histogram),
-            self.num_truncated_rounds + other.num_truncated_rounds,
-        )
+        pairs = [(getattr(self, one.name), getattr(other, one.name)) for one in fields(self)]
+        sums: Any = [add_counts(a, b) if isinstance(a, Sequence) else a + b for a, b in pairs]
+        return Stats(*sums)
 
     @property
     def num_rounds(self) -> float:

@@ -20,9 +20,8 @@ from native_cases import native_forward, native_logits
 from outrider.errors import ModelError, ModelNotFound, OutriderError, UnsupportedModel
 from outrider.kernels.blocks import BLOCK_TYPES
 from outrider.models.families.table import plan_of
-from outrider.models.gguf.checkpoint import gguf_config
 from outrider.models.gguf.file import GgufFile, is_readable
-from outrider.models.gguf.model import ARCHITECTURES
+from outrider.models.gguf.model import ARCHITECTURES, stated_model, transformers_config
 from outrider.models.loading import load_checkpoint
 from outrider.models.registry import Placement, resolve
 from outrider.native.planned_model import PlannedModel
@@ -58,7 +57,7 @@ def test_gguf_equals_the_model_that_was_written(name: str, tmp_path: Path) -> No
     planned = load_checkpoint(resolve(str(file))).model
     assert isinstance(planned, PlannedModel) == (name not in _UNPLANNED)
     if isinstance(planned, PlannedModel):
-        assert planned.plan == plan_of(gguf_config(GgufFile.open(file), name))
+        assert planned.plan == plan_of(transformers_config(stated_model(GgufFile.open(file), name), name))
         found.append(native_logits(native_forward(planned), torch.tensor([IDS]))[0])
     for logits in found:
         torch.testing.assert_close(logits, want, rtol=0.0, atol=_TOLERANCES.get(case.model_type, 5e-5) * spread)

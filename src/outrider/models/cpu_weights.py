@@ -143,10 +143,8 @@ def _of_int8(weight: Any) -> tuple[Tensor, Tensor] | None:
 
 
 def widen_weights(narrow: Any, config: Any) -> Any:
-    """Convert a model of 16 bits to float32, except its large matrices, which keep their tensors.
-
-    The module tree is rebuilt: buffers, and constants in its code, take the type in which it is built.
-    """
+    """Convert a model of 16 bits to float32, except its large matrices, which keep their tensors. The module tree is
+    rebuilt: buffers, and constants in its code, take the type in which it is built."""
     wide = without_weights(config)
     kept = large_weights(wide).keys()
     numbers: dict[str, Tensor] = narrow.state_dict()
@@ -193,8 +191,3 @@ class StoredWeights(NamedTuple):
         copies = BackgroundCopies([copy for _, parts in made.values() for copy in parts])
         weights: dict[str, Tensor] = {name: weight for name, (weight, _) in made.items()}
         return weights | {name: self.read(name) for name in self.others}, copies
-
-    def read_all(self) -> dict[str, Tensor]:
-        weights, copies = self.begin()
-        copies.wait()
-        return weights

@@ -22,7 +22,6 @@ from outrider.models.families.table import plan_of
 from outrider.models.heads.base import Head
 from outrider.native.engine import NativeForward
 from outrider.native.planned_model import PlannedModel
-from outrider.runtime.forward import Forward
 from outrider.runtime.lm import LM
 
 
@@ -33,7 +32,7 @@ def with_few_tokens(lm: LM, token_ids: Tensor, quantization: str | None = None) 
     rows of its LM head cannot be taken, or it knows none of these tokens."""
     if lm.num_shares > 1:
         raise UnsupportedModel(f"{lm.name} is shared by {lm.num_shares} processes: leave out vocab=")
-    rows = _rows_in_model(lm, token_ids) if lm.token_ids is None else _rows_among(lm.token_ids, token_ids)
+    rows = _places_of(token_ids, lm)
     is_known = rows >= 0
     token_ids, rows = token_ids[is_known].to(lm.device), rows[is_known]
     if not len(rows):
@@ -58,7 +57,7 @@ def _planned_rows(lm: LM, rows: Tensor) -> NativeForward:
     return NativeForward(weights.with_tensors(plan, changed), plan)
 
 
-def _module_rows(lm: LM, rows: Tensor, rounds: bool) -> Forward:
+def _module_rows(lm: LM, rows: Tensor, rounds: bool) -> Any:
     """Forward of a model of Transformers, or a head, whose LM head has these rows, perhaps rounded to 8 bits."""
     names = _token_weights(lm)
     changed = _with_rows(lm.weights, names, rows, lm.name)
@@ -69,19 +68,15 @@ def _module_rows(lm: LM, rows: Tensor, rounds: bool) -> Forward:
         return NativeForward(changed, replace(plan, lm_head=replace(plan.lm_head, weight=names[0])), is_part=True)
     own: Any = copy.copy(lm.backend)
     own.model = own.weights = changed
-    forward: Forward = own
-    return forward
+    return own
 
 
-def _rows_among(own: Tensor, token_ids: Tensor) -> Tensor:
-    """Row of each token in an LM head with the tokens ``own``; -1 for none. [N]"""
-    own = own.to(token_ids.device)
-    rows = torch.searchsorted(own, token_ids).clamp_max(len(own) - 1)
-    return torch.where(own[rows] == token_ids, rows, -1)
-
-
-def _rows_in_model(lm: LM, token_ids: Tensor) -> Tensor:
-    """Row of each token of the target in the LM head of a draft with all of its tokens; -1 for none. [N]"""
+def _places_of(token_ids: Tensor, lm: LM) -> Tensor:
+    """Row of each token of the target in the LM head of a draft; -1 for none. [N]"""
+    if lm.token_ids is not None:
+        own = lm.token_ids.to(token_ids.device)
+        rows = torch.searchsorted(own, token_ids).clamp_max(len(own) - 1)
+        return torch.where(own[rows] == token_ids, rows, -1)
     if lm.own_ids:
         return torch.tensor(lm.own_ids)[token_ids]
     return torch.where(torch.isin(token_ids, torch.tensor(lm.unknown_ids, dtype=torch.long)), -1, token_ids)

@@ -14,15 +14,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from outrider.errors import ModelCorrupt, UnsupportedModel
+from outrider.errors import ModelCorrupt, ModelError, UnsupportedModel, reason_of
 from outrider.models.registry import ModelSpec
 from outrider.system.resources import memory_errors
 
 # Attention that position-based masks describe, states, and layers without a cache.
 _ATTENDING = {"full_attention", "sliding_attention", "chunked_attention"}
 _LAYER_TYPES = _ATTENDING | {"linear_attention", "conv", "hybrid", "mlp", "moe"}
-# The probe would refuse these too, but only after their weights are loaded.
-_APART = ("minimax", "recurrent_gemma", "rwkv", "xlstm")
 # Words in the names of a head's architectures and type, and fields that only its configuration has.
 _HEADS = {
     "lilicorr": "a LiLiCorr draft",
@@ -51,8 +49,6 @@ _COUNT = re.compile(
     r"|(inner|state|hidden|intermediate)_size|(block|head|dimension|expert|used|group|shared)_count(_\w+)?"
     r"|(embedding|feed_forward|key|value)_length(_\w+)?)$"
 )
-_MOST = 2**24
-
 FAILURES = (TypeError, ValueError, ArithmeticError, RuntimeError, AttributeError, LookupError)
 """Errors of modelling code that expects another configuration, or another cache."""
 
@@ -66,12 +62,12 @@ def check_counts(name: str, stated: Any, field: str = "") -> None:
     elif isinstance(stated, list) and _COUNT.search(field):
         for value in stated:
             check_counts(name, value, field)
-    elif isinstance(stated, int | float) and _COUNT.search(field) and not 0 <= stated <= _MOST:
+    elif isinstance(stated, int | float) and _COUNT.search(field) and not 0 <= stated <= 2**24:
         raise ModelCorrupt(f"{name} states {field} = {stated}, which no model has: the file is damaged")
 
 
 @contextmanager
-def building(told: str, config: Any | None = None) -> Iterator[None]:
+def building(told: str, config: Any | None = None, kind: type[ModelError] = ModelCorrupt) -> Iterator[None]:
     """Translate errors of Transformers' and torch's classes, of many types, for configurations that make no sense."""
     import torch
 
@@ -83,8 +79,8 @@ def building(told: str, config: Any | None = None) -> Iterator[None]:
     except Exception as error:
         if not isinstance(error, FAILURES) and "StrictDataclass" not in type(error).__name__:  # of huggingface_hub
             raise
-        reason = " ".join(str(error).split())[:300]
-        raise ModelCorrupt(f"{told} ({type(error).__name__}: {reason}){odd_numbers(config)}") from error
+        reason = f"{type(error).__name__}: {reason_of(error)}"
+        raise kind(f"{told} ({reason}){odd_numbers(config)}") from error
 
 
 def odd_numbers(config: Any | None) -> str:
@@ -157,25 +153,22 @@ def check_task(name: str, config: Any) -> None:
     """Refuse a model that does not continue text, by its configuration."""
     architectures = config.architectures or []
     if config.is_encoder_decoder:
-        raise UnsupportedModel(
-            f"{name} is an encoder-decoder model ({config.model_type}): only causal language models work"
-        )
-    if architectures and not any(_continues_text(one) for one in architectures):
+        kind = f"an encoder-decoder model ({config.model_type})"
+        raise UnsupportedModel(f"{name} is {kind}: only causal language models work")
+    if architectures and not any(map(_continues_text, architectures)):
         raise ModelCorrupt(f"{name} is not a causal language model: its config.json says {', '.join(architectures)}")
 
 
 def check_kind(name: str, config: Any) -> None:
     """Refuse a kind of model by name before its weights are read."""
     check_task(name, config)
-    kind = config.model_type
-    text_config = config.get_text_config(decoder=True)
-    strange = set(getattr(text_config, "layer_types", None) or ()) - _LAYER_TYPES
-    if strange:
+    kind, text_config = config.model_type, config.get_text_config(decoder=True)
+    if strange := set(getattr(text_config, "layer_types", None) or ()) - _LAYER_TYPES:
         raise UnsupportedModel(
             f"{name} ({kind}) has layers of type {', '.join(sorted(strange))}, whose cache cannot be rolled back to an "
             "earlier token here: attention must be full, sliding-window or chunked"
         )
-    if kind in _APART:
+    if kind in ("minimax", "recurrent_gemma", "rwkv", "xlstm"):  # the probe's verdict, without loading weights
         raise UnsupportedModel(
             f"{name} ({kind}) keeps its state outside of the common cache of Transformers, where it cannot be rolled "
             "back to an earlier token"
@@ -198,15 +191,11 @@ def check_unpickled(spec: ModelSpec, config: Any) -> None:
     if stated is not None and not str(stated).endswith((".safetensors", ".safetensors.index.json")):
         raise _refusal_of_pickle(spec.location, str(stated))
     if spec.gguf is None and stated is None:
-        _check_files(spec.location, (WHOLE, INDEX), (PICKLED, _PICKLED_INDEX))
+        check_no_pickle(spec.location, (WHOLE, INDEX), (PICKLED, _PICKLED_INDEX))
 
 
-def check_no_pickle(location: str) -> None:
-    """Raises UnsupportedModel: a folder or hub repository has pickled weights."""
-    _check_files(location, (), (PICKLED,))
-
-
-def _check_files(location: str, plain: Sequence[str], pickled: Sequence[str]) -> None:
+def check_no_pickle(location: str, plain: Sequence[str] = (), pickled: Sequence[str] = (PICKLED,)) -> None:
+    """Raises UnsupportedModel: a folder or hub repository has pickled weights, and no plain ones."""
     from transformers.utils import has_file
 
     if not any(has_file(location, name) for name in plain):

@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 _ANYWHERE = Placement()
-_ATTENTION = ("eager", "sdpa")  # implementations that take 4-D masks
 _UNBOUNDED = 2**31  # context of a model that states none (or -1, as XLNet does)
 
 
@@ -190,8 +189,7 @@ def _loader(job: _Job, config: Any, file: GgufFile | None) -> tuple[int, Callabl
         check_shares(name, job.num_shares, placed, job.device, config, method)
     if job.quantization == "int4" and not job.is_float32_on_cpu:
         raise OptionError("quantization", "int4", "for float32 on the CPU: choose nf4 or int8 elsewhere")
-    bare: Any = None
-    kept, weights = None, None
+    bare, kept, weights = None, None, None
     if method in (None, "gguf"):
         bare = job.skeleton(config)
         if job.is_alone and job.quantization in ("none", "int8", "int4"):
@@ -202,8 +200,7 @@ def _loader(job: _Job, config: Any, file: GgufFile | None) -> tuple[int, Callabl
             large, num_digits = cpu_weights.large_weights(bare), quantize.num_digits_of(placed.quantization)
             weights = skeleton_weights(file, bare, large, name, num_digits)
     if placed.quantization in ARITHMETICS and (weights is None or not weights.has_blocks):
-        remedy = f"{name} is not multiplied in its blocks here: leave it out"
-        raise OptionError("quantization", placed.quantization, remedy)
+        raise OptionError("quantization", placed.quantization, f"{name} is not multiplied in its blocks: leave it out")
     if weights is not None and weights.kept:
         return weights.num_bytes, partial(_load_stored, config, weights)
     quantize.require_quantizer(name, job.quantization, method)
@@ -259,8 +256,7 @@ def _load_by_transformers(
         how["quantization_config"] = quantize.quantization_config(job.quantization, bare.dtype)
     how["use_safetensors"] = None if job.placed.allow_pickle else True
     model = _from_pretrained(job.name, spec, config, file, bare, how)
-    on_disk = sorted(part for part, place in getattr(model, "hf_device_map", {}).items() if place == "disk")
-    if on_disk:
+    if on_disk := sorted(part for part, place in getattr(model, "hf_device_map", {}).items() if place == "disk"):
         raise DeviceError(
             f"{job.name} does not fit: the device map would leave {len(on_disk)} parts of it on disk, {on_disk[0]} "
             "the first: raise --max-memory, or choose fewer bits with --quantize"
@@ -271,9 +267,10 @@ def _load_by_transformers(
     elif job.is_native and bare is not None:
         cpu_weights.narrow_weights(model, torch.float32, only_by_columns=True)
     if job.quantization != "none":
-        keeps_groups = cpu_weights.has_kernel(job.placed)
-        is_int4 = job.quantization == "int4"
-        share = quantize.round_to_groups(model, keeps=keeps_groups) if is_int4 else quantized_share(model)
+        if job.quantization == "int4":
+            share = quantize.round_to_groups(model, keeps=cpu_weights.has_kernel(job.placed))
+        else:
+            share = quantized_share(model)
         if share == 0:
             remedy = f"{job.name} has no linear layers that it could be applied to"
             raise OptionError("quantization", job.quantization, remedy)
@@ -302,8 +299,7 @@ def _from_pretrained(
         cls = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]  # auto classes want a name
         model, info = cls.from_pretrained(None, state_dict=numbers, **given | {"config": quantize.plain_config(config)})
     check_missing(spec.location, info["missing_keys"])
-    mismatched = sorted(key for key, *_ in info["mismatched_keys"])
-    if mismatched:
+    if mismatched := sorted(key for key, *_ in info["mismatched_keys"]):
         raise ModelCorrupt(f"{spec.location}: the shape of {mismatched[0]} does not fit its config.json")
     return model
 
@@ -316,9 +312,9 @@ def build_lm(checkpoint: Checkpoint, num_tokens: int, unknown_ids: tuple[int, ..
     config: Any = model.config
     if checkpoint.forward is None:
         check_kind(checkpoint.name, config)
-        if (own := config._attn_implementation) not in _ATTENTION:
-            asked = f"{checkpoint.name} was loaded with attn_implementation={own!r}"
-            raise UnsupportedModel(f"{asked}: load it with one of {', '.join(_ATTENTION)}")
+        if (own := config._attn_implementation) not in ("eager", "sdpa"):  # which take 4-D masks
+            remedy = "load it with eager or sdpa"
+            raise UnsupportedModel(f"{checkpoint.name} was loaded with attn_implementation={own!r}: {remedy}")
         if picks_outliers(model):
             raise UnsupportedModel(
                 f"{checkpoint.name} treats a column of activations separately once one row has an outlier there, so "
@@ -328,8 +324,8 @@ def build_lm(checkpoint: Checkpoint, num_tokens: int, unknown_ids: tuple[int, ..
     if width < num_tokens and not unknown_ids:
         raise TokenizerMismatch(f"{checkpoint.name} has logits for {width} tokens, but {num_tokens} are needed")
     with building(f"{checkpoint.name} cannot be run", config):
-        sizes: dict[str, Any] = {"vocab_size": min(width, num_tokens), "context_len": context_len(config)}
-        options = {"name": checkpoint.name, **sizes}
+        sizes = {"vocab_size": min(width, num_tokens), "context_len": context_len(config)}
+        options: Any = {"name": checkpoint.name, **sizes}
         if checkpoint.forward is not None:
             lm = native_lm(LM(checkpoint.forward, **options))
         elif tp_size_of(model) > 1:
@@ -373,5 +369,4 @@ def num_tokens_of(checkpoint: Checkpoint) -> int:
 
 def width_of(checkpoint: Checkpoint) -> int:
     """Tokens that the model has logits for, padding included."""
-    width: int = checkpoint.model.config.get_text_config(decoder=True).vocab_size
-    return width
+    return int(checkpoint.model.config.get_text_config(decoder=True).vocab_size)

@@ -101,18 +101,17 @@ def weights_bytes(model: Any, quantization: str = "none", parallel: int = 1) -> 
     layers = {} if quantization == "none" else quantizable(model, quantization)
     plan = {module for module, style in (model.tp_plan or {}).items() if not style.startswith("replicated")}
     shared = [re.compile(pattern.replace(".", r"\.").replace("*", r"\d+")) for pattern in plan]
-    total, seen = 0, set()
+    total, seen = 0, set[int]()
     for name, module in model.named_modules():
         is_shared = parallel > 1 and any(pattern.fullmatch(name) for pattern in shared)
-        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
-            if id(tensor) in seen:
-                continue
-            seen.add(id(tensor))
+        own = {id(one): one for one in (*module.parameters(recurse=False), *module.buffers(recurse=False))}
+        for tensor in (one for key, one in own.items() if key not in seen):
             if name in layers and tensor is module.weight:
                 number = linear_bytes(quantization, module)
             else:
                 number = sum(inner.numel() * inner.element_size() for inner in stored_tensors(tensor))
             total += number // parallel if is_shared else number
+        seen |= own.keys()
     return total
 
 
@@ -130,27 +129,23 @@ def check_fits(
 ) -> None:
     """Refuse a model if so many bytes of weights do not fit, with ``device_map`` and ``max_memory`` of
     ``from_pretrained``. Raises DeviceError, with the numbers."""
-    where, free = _room(device, device_map, limits)
+    import torch
+
+    free: int | None
+    if device_map is None:
+        where, free = str(device), available_bytes(device)
+    elif isinstance(device_map, str):
+        from accelerate.utils import get_max_memory
+
+        # By Accelerate's account: free memory of each device and the CPU, or the limits.
+        by_place = get_max_memory(None if limits is None else dict(limits))
+        where, free = "all devices together", sum(size for place, size in by_place.items() if place != "disk")
+    else:
+        known = [available_bytes(torch.device(place)) for place in sorted(set(device_map.values()))]
+        where, free = "the devices of its map", None if None in known else sum(filter(None, known))
     if free is not None and needed > free:
         raise DeviceError(
             f"the weights of {name} need {size_text(needed)} on {where}, where {size_text(free)} are free: choose "
             "fewer bits (--quantize, --dtype; 'outrider models --target' has the sizes), or spread it over several "
             "devices (--device-map)"
         )
-
-
-def _room(
-    device: torch.device, device_map: str | Mapping[str, str] | None, limits: Mapping[int | str, str] | None
-) -> tuple[str, int | None]:
-    import torch
-
-    if device_map is None:
-        return str(device), available_bytes(device)
-    if isinstance(device_map, str):
-        from accelerate.utils import get_max_memory
-
-        # By Accelerate's account: free memory of each device and the CPU, or the limits.
-        free = get_max_memory(None if limits is None else dict(limits))
-        return "all devices together", sum(size for place, size in free.items() if place != "disk")
-    known = [available_bytes(torch.device(name)) for name in sorted(set(device_map.values()))]
-    return "the devices of its map", None if None in known else sum(filter(None, known))

@@ -17,8 +17,6 @@ from outrider.models.registry import MAPS, Placement
 from outrider.system.ranks import current_ranks, take_part
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_ATTENTION = ("attn", "attention")  # names of attention modules in plans
-_SPLIT = ("colwise", "packed_colwise")  # styles where each process computes part of a module's outputs
 
 
 def pick_device(name: str) -> torch.device:
@@ -48,9 +46,8 @@ def device_map_of(placement: Placement) -> str | dict[str, Any] | None:
     try:
         read: Any = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise FileError(
-            f"device_map = {word!r} is neither {', '.join(MAPS)} nor a JSON file that can be read: {error}"
-        ) from None
+        found = f"is neither {', '.join(MAPS)} nor a JSON file that can be read"
+        raise FileError(f"device_map = {word!r} {found}: {error}") from None
     if not isinstance(read, dict) or not read or not all(isinstance(value, (str, int)) for value in read.values()):
         raise FileError(f'{path}: expected an object of module names and devices, like {{"model.layers.0": "cuda:0"}}')
     places = {module: f"cuda:{value}" if isinstance(value, int) else value for module, value in read.items()}
@@ -118,11 +115,13 @@ def check_shares(
             f"{name} ({config.model_type}) cannot be shared by {size} processes: Transformers has no tensor-parallel "
             "plan for it (base_model_tp_plan); spread its layers instead, with --device-map auto and without torchrun"
         )
-    split = [module for module, style in plan.items() if style in _SPLIT]
+    # Modules of which each process computes a part of the outputs.
+    split = [module for module, style in plan.items() if style in ("colwise", "packed_colwise")]
+    is_split = any(word in module for word in ("attn", "attention") for module in split)
     num_heads = text_config.num_attention_heads
     num_kv_heads = getattr(text_config, "num_key_value_heads", None) or num_heads
     for what, number in (("attention", num_heads), ("key-value", num_kv_heads)):
-        if number % size and any(word in module for word in _ATTENTION for module in split):
+        if number % size and is_split:
             raise UnsupportedModel(
                 f"{name} has {number} {what} heads, which {size} processes cannot share evenly: choose a divisor of "
                 f"{number} for --nproc-per-node"

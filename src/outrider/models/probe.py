@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import pairwise
 from typing import Any
 
@@ -18,28 +18,25 @@ from torch import Tensor
 
 from outrider.errors import UnsupportedModel
 from outrider.kernels.narrow_weight import without_rounding
-from outrider.models.kinds import FAILURES, odd_numbers
+from outrider.models.kinds import building
 from outrider.models.quantize import method_of
 from outrider.native.engine import NativeForward
 from outrider.runtime.attention_mask import Visibility
 from outrider.runtime.cache import STRIDE
 from outrider.runtime.lm import LM
 from outrider.sampling.probs import is_finite
-from outrider.system.resources import memory_errors
 
 _VIEW = 2048  # places
 _NUM_COMPARED = 4  # tokens
 _LENGTH = 8
 _LENGTH_WITH_STATES = 3 * STRIDE + 7  # puts the anchor some tokens before those compared
 _BEHIND = 0, 5  # tokens by which rows of one forward are shorter: their anchors differ
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "ffn_config")
 _NUM_OTHERS = 3  # rows
 # For equal products of equal shape: all known kernels give equal bits.
 _TOLERANCE_OF_ROWS = 1e-6
 _MOST_ALONE = 10.0  # times the error when fed among several
 _LEAST_LOG_PROB = -20.0  # rarer tokens are not compared
 _LEAST_SPREAD = 0.01  # nats, if hardly more than one token of each row is compared
-_WINDOWS = ("sliding_window", "window_size", "attention_chunk_size")  # names in configurations
 _LONGEST_WINDOW = 4096
 # Parameters times tokens. The first takes a CPU thread about a second in float32, two if a window is thousands of
 # tokens long. The second is an estimate, not a measurement: 80 TFLOP, a fraction of a second for a GPU of some hundred
@@ -79,8 +76,7 @@ def rounding_off(lm: LM) -> Iterator[None]:
 
 
 def _told(lm: LM) -> str:
-    config: Any = lm.model.config
-    return f"{lm.name} ({config.model_type})"
+    return f"{lm.name} ({lm.model.config.model_type})"
 
 
 def _probe(lm: LM) -> None:
@@ -111,8 +107,8 @@ def _probe(lm: LM) -> None:
 
 def window_of(lm: LM) -> int:
     """Sliding window or chunk that the configuration states; 0 for none."""
-    config: Any = lm.model.config
-    windows = [getattr(config.get_text_config(decoder=True), name, None) for name in _WINDOWS]
+    config, names = lm.model.config, ("sliding_window", "window_size", "attention_chunk_size")
+    windows = [getattr(config.get_text_config(decoder=True), name, None) for name in names]
     return next((window for window in windows if isinstance(window, int)), 0)
 
 
@@ -142,8 +138,7 @@ def _compare_with_states(lm: LM) -> None:
         lm.least_columns = 1
     if lm.is_stepped:
         _compare(lm, _LENGTH_WITH_STATES, _VIEW, "its states do not continue where they were left")
-    what = "its states depend on other rows or on padding"
-    _compare(lm, _LENGTH_WITH_STATES, _VIEW, what, _BEHIND)
+    _compare(lm, _LENGTH_WITH_STATES, _VIEW, "its states depend on other rows or on padding", _BEHIND)
 
 
 def _compare(lm: LM, length: int, view_len: int, what: str, behind: Sequence[int] = (0,)) -> None:
@@ -189,11 +184,6 @@ def _error(lm: LM, length: int, view_len: int, behind: Sequence[int] = (0,)) -> 
         got = torch.cat([feed(ids, *block, block[1]) for block in pairwise(bounds)], dim=1)
     if not bool(is_finite(want).all()):
         return 0.0  # the loop reports broken weights, with the position
-    return relative_error(got, want)
-
-
-def relative_error(got: Tensor, want: Tensor) -> float:
-    """Difference of the log-probabilities of two tensors of logits, relative to their spread. [..., V] each"""
     return _difference(got, want) / _spread(want)
 
 
@@ -221,17 +211,8 @@ def _log_probs(logits: Tensor) -> Tensor:
     return logits.cpu().double().log_softmax(dim=-1)  # not every device has float64
 
 
-@contextmanager
-def _running(lm: LM, how: str = "") -> Iterator[None]:
-    try:
-        with memory_errors():
-            yield
-    except torch.OutOfMemoryError:
-        raise
-    except FAILURES as error:
-        reason = " ".join(str(error).split())[:200]
-        odd = odd_numbers(lm.model.config)
-        raise UnsupportedModel(f"{_told(lm)} cannot run{how}: {reason}{odd}") from error
+def _running(lm: LM, how: str = "") -> AbstractContextManager[None]:
+    return building(f"{_told(lm)} cannot run{how}", lm.model.config, UnsupportedModel)
 
 
 @torch.inference_mode()
@@ -255,7 +236,8 @@ def _compare_rows(lm: LM) -> None:
         noise = 4 * _difference(logits(ids), first)
     spread = _spread(first)
     config: Any = lm.model.config.get_text_config(decoder=True)
-    has_experts = any(getattr(config, name, None) for name in _EXPERTS)  # whose tokens' order depends on other rows
+    names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "ffn_config")
+    has_experts = any(getattr(config, name, None) for name in names)  # whose tokens' order depends on other rows
     by_rounding = (tolerance(lm.dtype) if has_experts else _TOLERANCE_OF_ROWS) * spread
     change = _difference(other, first)
     if not change <= max(by_rounding, noise) < math.inf:

@@ -59,13 +59,11 @@ def check_quantization(name: str, quantization: str, method: str | None) -> None
 
     if method == "mlx":
         raise UnsupportedModel(f"{name} is quantized for MLX: take a GGUF file of the model")
-    if quantization in ARITHMETICS:
-        if method != "gguf":
-            raise OptionError("quantization", quantization, f"for GGUF files, and {name} is none")
-    elif quantization != "none":
-        if method is not None:
-            raise OptionError("quantization", quantization, f"{name} is a checkpoint quantized with {method} already")
-    elif method not in (None, *AUTO_QUANTIZATION_CONFIG_MAPPING, "bitsandbytes", "gguf"):  # Transformers ignores these
+    if quantization in ARITHMETICS and method != "gguf":
+        raise OptionError("quantization", quantization, f"for GGUF files, and {name} is none")
+    if quantization not in ("none", *ARITHMETICS) and method is not None:
+        raise OptionError("quantization", quantization, f"{name} is a checkpoint quantized with {method} already")
+    if method not in (None, *AUTO_QUANTIZATION_CONFIG_MAPPING, "bitsandbytes", "gguf"):  # Transformers ignores these
         raise ModelCorrupt(f"{name} is quantized with {method}, which this release of Transformers cannot read")
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from outrider.errors import ModelCorrupt, ModelNotFound, OutriderError, UnsupportedModel
+from outrider.errors import ModelCorrupt, ModelNotFound, OutriderError, UnsupportedModel, reason_of
 from outrider.models import kinds
 from outrider.models.registry import ModelSpec
 from outrider.models.tokenizers import folder_tokenizer, restate
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from outrider.models.gguf.file import GgufFile
 
 _LOG = logging.getLogger(__name__)
-# Libraries that quantize, whose warnings (kernels for other devices, deprecated calls) are nothing for users.
-_NOISY = ("torchao", "torch.utils._pytree", "bitsandbytes")
 
 
 def read_config(spec: ModelSpec, file: GgufFile | None = None) -> Any:
@@ -42,11 +40,12 @@ def read_config(spec: ModelSpec, file: GgufFile | None = None) -> Any:
             kinds.check_counts(spec.name, stated)
             config = transformers.AutoConfig.from_pretrained(spec.location, trust_remote_code=False)
         else:
-            from outrider.models.gguf.checkpoint import gguf_config, gguf_file
+            from outrider.models.gguf.checkpoint import gguf_file
+            from outrider.models.gguf.model import stated_model, transformers_config
 
             file = file or gguf_file(spec)
             kinds.check_head(spec.name, {"model_type": file.metadata.get("general.architecture")})
-            config = gguf_config(file, spec.name)
+            config = transformers_config(stated_model(file, spec.name), spec.name)
         kinds.check_kind(spec.name, config)
         kinds.auto_class(spec.name, config)
         if getattr(config.get_text_config(decoder=True), "attn_logit_softcapping", None) is not None:
@@ -82,7 +81,8 @@ def reading(spec: ModelSpec, what: str, config: Any | None = None) -> Iterator[N
     where = spec.location if spec.gguf is None else f"{spec.location}/{spec.gguf}"
     is_quiet = spec.path is not None and sum(file.stat().st_size for file in weights) < 2**30
     try:
-        for noisy in _NOISY:
+        # Libraries that quantize, whose warnings (kernels for other devices, deprecated calls) are nothing for users:
+        for noisy in ("torchao", "torch.utils._pytree", "bitsandbytes"):
             logging.getLogger(noisy).setLevel(logging.ERROR)
         bars = without_bars() if is_quiet and "transformers" in sys.modules else contextlib.nullcontext()
         with bars, memory_errors():
@@ -92,7 +92,7 @@ def reading(spec: ModelSpec, what: str, config: Any | None = None) -> Iterator[N
     except SafetensorError as error:
         raise ModelCorrupt(f"the weights of {where} cannot be read ({error}): download them again") from None
     except Exception as error:  # for damaged files the libraries may raise anything
-        reason = " ".join(str(error).split())[:300]
+        reason = reason_of(error)
         if "trust_remote_code" in str(error):
             raise UnsupportedModel(
                 f"the {what} of {spec.name} needs code of its own, which is never run here: if you trust it, load "
@@ -122,7 +122,7 @@ def load_processor(spec: ModelSpec) -> Any | None:
         restate(getattr(processor, "tokenizer", None), load_tokenizer(spec))
         return processor
     except Exception as error:  # whatever its libraries raise
-        _LOG.info("%s reads no images in chats: %s", spec.name, " ".join(str(error).split())[:300])
+        _LOG.info("%s reads no images in chats: %s", spec.name, reason_of(error))
         return None
 
 

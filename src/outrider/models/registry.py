@@ -81,8 +81,8 @@ class Placement:
     def over(self, spec: ModelSpec) -> Placement:
         """Fill in open choices from the spec, then with the defaults. Raises OptionError: limits without a device
         map."""
-        given = {one.name: getattr(self, one.name) for one in fields(self)}
-        stated = {one.name: given[one.name] for one in fields(self) if given[one.name] not in (one.default, None)}
+        given = ((one, getattr(self, one.name)) for one in fields(self))
+        stated = {one.name: value for one, value in given if value not in (one.default, None)}
         placed = replace(spec.placement, **stated)
         if self.device_map is not None:
             placed = replace(placed, max_memory=self.max_memory)
@@ -216,17 +216,14 @@ def _spec(name: str, table: Any, file: Path, source: str) -> ModelSpec:
     except OptionError as error:
         raise FileError(f"{file}: models.{name}: {error}") from None
     others = {key: value for key, value in table.items() if key not in (*_PLACED, "path", "file")}
+    others |= {"gguf": table["file"]} if "file" in table else {}
     spec = ModelSpec(name=name, source=source, placement=placement, **others)
-    if "file" in table:
-        return replace(spec, gguf=table["file"])
     return spec if "path" not in table else _at(spec, file.parent / Path(table["path"]).expanduser())
 
 
 def _at(spec: ModelSpec, path: Path) -> ModelSpec:
     """Spec of a folder or GGUF file, whatever the file's name."""
-    if is_gguf(path):
-        return replace(spec, path=path.parent, gguf=path.name)
-    return replace(spec, path=path)
+    return replace(spec, path=path.parent, gguf=path.name) if is_gguf(path) else replace(spec, path=path)
 
 
 def is_gguf(path: Path) -> bool:

@@ -89,8 +89,7 @@ def stated_sampling(spec: ModelSpec, choice: str = "auto", file: GgufFile | None
 
 def stated_end_ids(spec: ModelSpec) -> Any:
     """``eos_token_id`` of a checkpoint's generation_config.json; None if it states none. Raises FileError."""
-    file = generation_config_file(spec)
-    if file is None:
+    if (file := generation_config_file(spec)) is None:
         return None
     try:
         return json.loads(read_text(file)).get("eos_token_id")

@@ -149,5 +149,4 @@ def _token(value: Any, has_role: bool) -> AddedToken:
 
 
 def _text(value: Any) -> str:
-    text: str = value if isinstance(value, str) else value["content"]
-    return text
+    return str(value if isinstance(value, str) else value["content"])

@@ -173,7 +173,7 @@ def _text_of(tokenizer: Any, messages: Sequence[Mapping[str, Any]], options: Cha
             for index, (message, text) in enumerate(zip(messages, texts, strict=True))
             if index != without
         ]
-        text: str = tokenizer.apply_chat_template(
+        text = tokenizer.apply_chat_template(
             written,
             tools=list(options.tools) or None,
             documents=list(options.documents) or None,
@@ -183,7 +183,7 @@ def _text_of(tokenizer: Any, messages: Sequence[Mapping[str, Any]], options: Cha
             tokenize=False,
             **kwargs,
         )
-        return text
+        return str(text)
 
     text, refusal, kwargs = "", None, {}
     try:
@@ -318,10 +318,9 @@ def turn_end(tokenizer: Any | None) -> int | None:
     def answered(part: Mapping[str, Any]) -> str:
         messages = [{"role": "user", "content": "A question?"}, {"role": "assistant", "content": _ANSWER, **part}]
         try:
-            text: str = tokenizer.apply_chat_template(messages, tokenize=False)
+            return str(tokenizer.apply_chat_template(messages, tokenize=False))
         except Exception:  # templates raise what they like, and may want other messages
             return ""
-        return text
 
     text = answered({})
     if _ANSWER not in text:
@@ -343,6 +342,5 @@ def ends_text(name: str, tokenizer: Any | None, eos_ids: Collection[int], turn_i
         return ", ".join(words) or "no token"
 
     of_turns = {*turn_ids} - {*eos_ids}
-    return f"{name}: texts end with {names_of(eos_ids)}" + (
-        f"; chats also with {names_of(of_turns)}" if of_turns else ""
-    )
+    of_chats = f"; chats also with {names_of(of_turns)}" if of_turns else ""
+    return f"{name}: texts end with {names_of(eos_ids)}{of_chats}"

@@ -18,7 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from outrider.errors import MissingExtra, OptionError, PromptError
+from outrider.errors import MissingExtra, OptionError, PromptError, reason_of
 from outrider.text.chat import IMAGE_KINDS, Chat, ChatOptions, read_message
 from outrider.text.prompts import is_chat, media_of
 
@@ -99,7 +99,7 @@ def chat_inputs(processor: Any | None, messages: Sequence[Any], *, reads_files: 
         has_bos = bool(bos) and text.startswith(bos)  # as chat templates write
         found = processor(text=[text], images=images, return_tensors="pt", add_special_tokens=not has_bos)
     except Exception as error:  # templates and processors compute with the content of messages
-        raise PromptError(f"the model's processor does not accept these messages: {_line(error)}") from None
+        raise PromptError(f"the model's processor does not accept these messages: {reason_of(error)}") from None
     if images and not media_of(dict(found)):
         message = f"the model's processor returns no 'pixel_values' for images, but {', '.join(found)}"
         raise PromptError(f"{message}: give text alone")
@@ -120,7 +120,7 @@ def _opened(value: Any, where: str, *, reads_files: bool) -> tuple[Any, int]:
         if isinstance(value, str | Path) and reads_files and "://" not in str(value):
             return _read(Path(value).expanduser())
     except _UNREADABLE as error:
-        raise PromptError(f"{where} has an image that cannot be read: {_line(error)}") from None
+        raise PromptError(f"{where} has an image that cannot be read: {reason_of(error)}") from None
     forms = "an image of PIL, a file or a data URL" if reads_files else "a data URL"
     raise PromptError(f"{where} has the image {str(value)!r:.80}, which is not fetched: give {forms}")
 
@@ -150,8 +150,7 @@ def _num_pixels(image: Any) -> int:
         file.seek(0)
         num_scans = len(_START_OF_SCAN.findall(file.read()))
         file.seek(place)
-    num_pixels: int = image.width * image.height * max(1, -(-num_scans // _NUM_SCANS))
-    return num_pixels
+    return int(image.width * image.height * max(1, -(-num_scans // _NUM_SCANS)))
 
 
 def _decoded(image: Any) -> Any:
@@ -161,8 +160,4 @@ def _decoded(image: Any) -> Any:
     try:
         return ImageOps.exif_transpose(image).convert("RGB")
     except Exception as error:  # PIL computes with all that a camera has written
-        raise PromptError(f"an image of the prompt cannot be read: {_line(error)}") from None
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200]
+        raise PromptError(f"an image of the prompt cannot be read: {reason_of(error)}") from None

@@ -105,8 +105,7 @@ class FastTokenizer:
 
     @property
     def all_special_ids(self) -> list[int]:
-        ids: list[int] = self.convert_tokens_to_ids(self.all_special_tokens)
-        return ids
+        return [*map(self.convert_tokens_to_ids, self.all_special_tokens)]
 
     def get_chat_template(self, chat_template: str | None = None, tools: Sequence[Any] | None = None) -> str:
         """Text of the template that is named or given; else of the one for tools, if there are tools and a template for

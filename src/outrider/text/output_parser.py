@@ -78,7 +78,6 @@ class CallParser:
 
     @property
     def is_in_call(self) -> bool:
-        """Whether the text so far ends in a call that is incomplete."""
         return self._reader is not None and self._reader.has_begun and not self._reader.is_complete
 
     def _rest(self) -> list[Piece]:

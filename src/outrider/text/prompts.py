@@ -103,15 +103,12 @@ def _lists(value: Any) -> list[list[int]]:
 
 
 def check_padding(tokenizer: Any | None, prompts: Sequence[Any]) -> None:
-    """Detect padding in arrays of ids, which have no mask. (In a list of ids every token counts.) Raises PromptError.
-
-    If the padding token also begins or ends sequences, this is a warning.
-    """
+    """Detect padding in arrays of ids, which have no mask. (In a list of ids every token counts.) Raises PromptError;
+    if the padding token also begins or ends sequences, this is a warning."""
     rows = [(i, row.tolist()) for i, row in enumerate(prompts) if isinstance(row, _ARRAYS) and row.ndim == 1]
     if tokenizer is None or tokenizer.pad_token_id is None or not rows:
         return
     pad = tokenizer.pad_token_id
-    is_meant = pad in (tokenizer.bos_token_id, tokenizer.eos_token_id)
     runs = {i: _num_leading(row, pad) for i, row in rows if set(row) != {pad}}
     num_own = 1 if pad == tokenizer.bos_token_id and min(runs.values(), default=0) else 0
     padded = next((i for i, num in runs.items() if num > num_own), None)
@@ -119,7 +116,7 @@ def check_padding(tokenizer: Any | None, prompts: Sequence[Any]) -> None:
         return
     remedy = "give what the tokenizer returns, with its 'attention_mask', or lists of ids without padding"
     message = f"prompt {padded} begins with the padding token ({pad}) and has no mask: {remedy}"
-    if not is_meant:
+    if pad not in (tokenizer.bos_token_id, tokenizer.eos_token_id):
         raise PromptError(message)
     warnings.warn(message, stacklevel=4)
 

@@ -11,7 +11,7 @@ Source: the token-level intersection of Timor et al. 2502.05202, algorithm 4; th
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -102,8 +102,12 @@ def spelling_of(target: Any, draft: Any, num_target: int, num_draft: int) -> Spe
     equals = [-1] * num_target
     for token, i in ours.ids.items():
         equals[i] = theirs.ids.get(token, -1)
-    for i, j in _equal_specials(ours, theirs):
-        equals[i] = j
+    for name in ours.specials.keys() & theirs.specials.keys():
+        equals[ours.specials[name]] = theirs.specials[name]
+    for role in ("bos_token_id", "eos_token_id"):
+        i, j = getattr(target, role), getattr(draft, role)
+        if i in ours.specials.values() and j in theirs.specials.values():
+            equals[i] = j
     instead = next((i for i in (draft.unk_token_id, draft.eos_token_id) if i is not None and i < num_draft), 0)
     spelled = []
     for i, equal in enumerate(equals):
@@ -118,8 +122,7 @@ class _Tokens:
     one that is not written as a byte; ``specials`` those of the special tokens, by name."""
 
     def __init__(self, tokenizer: Any, bytes_: TokenBytes, num_tokens: int) -> None:
-        self.tokenizer, self.bytes = tokenizer, bytes_
-        self._model, self._num_tokens = tokenizer.backend_tokenizer.model, num_tokens
+        self.bytes, self._model, self._num_tokens = bytes_, tokenizer.backend_tokenizer.model, num_tokens
         self._vocab = {token: i for token, i in tokenizer.get_vocab().items() if i < num_tokens}
         names = {i: token for token, i in self._vocab.items()}
         added = tokenizer.added_tokens_decoder
@@ -136,16 +139,6 @@ class _Tokens:
         except UnicodeDecodeError:
             return [i for byte in text if (i := self._vocab.get(f"<0x{byte:02X}>")) is not None]
         return [token.id for token in self._model.tokenize(written) if token.id < self._num_tokens]
-
-
-def _equal_specials(ours: _Tokens, theirs: _Tokens) -> Iterator[tuple[int, int]]:
-    for name, i in ours.specials.items():
-        if name in theirs.specials:
-            yield i, theirs.specials[name]
-    for role in ("bos_token_id", "eos_token_id"):
-        i, j = getattr(ours.tokenizer, role), getattr(theirs.tokenizer, role)
-        if i in ours.specials.values() and j in theirs.specials.values():
-            yield i, j
 
 
 def _first_id(tokenizer: Any) -> int | None:

@@ -27,7 +27,6 @@ from outrider.text.fast_tokenizer import FastTokenizer
 
 # Between the parts of JSON. llguidance's default allows any amount; small models fill the text with it to the limit.
 _JSON_OPTIONS = {"whitespace_pattern": r"( |\n {0,24})"}
-_MOST_CHARACTERS = 200  # of its messages, which may quote the grammar
 
 # Items of the parser in one mask; llguidance allows ten times as many. `a: a a | /[a-z ]/ | ""` needs more with every
 # token, and reaches this limit after 44 tokens: 0.05 s for the last mask, with a vocabulary of 8,000, and 0.7 s in all.
@@ -76,14 +75,9 @@ def grammar_of(sampling: Sampling) -> str | None:
 
 class Structure:
     """Constraint of one sequence and its state (see ``outrider.records.Constraint``). Tokens that end the sequence are
-    allowed when it is complete. A grammar may have been read before (``grammar_of``).
-
-    Raises:
-        OptionError: llguidance does not accept the constraint; no text matches it; the tokenizer is no fast one, or
-            there is no end token.
-        MissingExtra: llguidance is not installed.
-        ConstraintNotRead: the constraint was not read in time, since the machine is too busy.
-    """
+    allowed when it is complete. A grammar may have been read before (``grammar_of``). Raises OptionError: llguidance
+    does not accept the constraint, no text matches it, the tokenizer is no fast one, or there is no end token;
+    ConstraintNotRead: the machine is too busy to read it in time; MissingExtra."""
 
     def __init__(
         self, sampling: Sampling, tokenizer: Any, vocab_size: int, eos_ids: frozenset[int], grammar: str | None = None
@@ -220,10 +214,8 @@ def lark_json(schema: Mapping[str, Any]) -> str:
 
 def _without_unknown_formats(schema: Any) -> Any:
     """Schema without the formats that llguidance would refuse. In the JSON Schema standard these restrict nothing."""
-    if isinstance(schema, list):
-        return [_without_unknown_formats(part) for part in schema]
     if not isinstance(schema, Mapping):
-        return schema
+        return [*map(_without_unknown_formats, schema)] if isinstance(schema, list) else schema
     return {
         key: part if key in _DATA else _without_unknown_formats(part)
         for key, part in schema.items()
@@ -232,10 +224,8 @@ def _without_unknown_formats(schema: Any) -> Any:
 
 
 def _num_patterns(schema: Any) -> int:
-    if isinstance(schema, list):
-        return sum(map(_num_patterns, schema))
     if not isinstance(schema, Mapping):
-        return 0
+        return sum(map(_num_patterns, schema)) if isinstance(schema, list) else 0
     by_name = schema.get("patternProperties")
     num_own = isinstance(schema.get("pattern"), str) + (len(by_name) if isinstance(by_name, Mapping) else 0)
     return num_own + sum(_num_patterns(part) for key, part in schema.items() if key not in _DATA)
@@ -281,4 +271,4 @@ def _refusal(name: str, value: Any, message: str) -> OptionError:
 def _line(message: object) -> str:
     text, _, _ = str(message).partition("<state>")  # the rest is for llguidance's developers
     text = re.split(r"\n +\d+ \|", text)[0]  # a line of the grammar, with a caret below it
-    return " ".join(text.split())[:_MOST_CHARACTERS]
+    return " ".join(text.split())[:200]  # which may quote the grammar

@@ -93,15 +93,14 @@ def _marked(template: str, message: dict[str, Any]) -> str:
     return text
 
 
-def _schema(tool: Any) -> Mapping[str, Any]:
+def _schema(tool: Any) -> Any:
     if isinstance(tool, Mapping):
         return tool
     if not isinstance(tool, FunctionType | MethodType):
         raise ValueError(f"a tool is a JSON schema or a Python function, not {tool!r:.200}")
     from transformers.utils import get_json_schema
 
-    schema: dict[str, Any] = get_json_schema(tool)
-    return schema
+    return get_json_schema(tool)
 
 
 def _plain(value: Any) -> Any:

@@ -106,10 +106,5 @@ class ThoughtSplitter:
 
 def num_undecided(text: str, markers: Sequence[str]) -> int:
     """Length of the longest suffix of a text that is the beginning of a marker."""
-    longest = 0
-    for marker in markers:
-        for length in range(min(len(marker) - 1, len(text)), longest, -1):
-            if text.endswith(marker[:length]):
-                longest = length
-                break
-    return longest
+    beginnings = ((marker[:num], num) for marker in markers for num in range(1, len(marker)))
+    return max((num for beginning, num in beginnings if text.endswith(beginning)), default=0)

@@ -172,8 +172,7 @@ def _decoder_of(tokenizer: Any) -> Callable[[list[int]], str]:
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
     if isinstance(tokenizer, PreTrainedTokenizerFast):
-        kind = type(tokenizer)
-        own = kind.decode, kind._decode
+        own = type(tokenizer).decode, type(tokenizer)._decode
         if own == (PreTrainedTokenizerBase.decode, PreTrainedTokenizerFast._decode):
             return partial(tokenizer.backend_tokenizer.decode, skip_special_tokens=False)
     return partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
@@ -194,8 +193,7 @@ def has_token(tokenizer: Any, token_id: int) -> bool:
 
 
 def vocab_size(tokenizer: Any) -> int:
-    largest: int = max(tokenizer.get_vocab().values())
-    return largest + 1
+    return int(max(tokenizer.get_vocab().values())) + 1
 
 
 def fingerprint(tokenizer: Any) -> str:

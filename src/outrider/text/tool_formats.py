@@ -142,12 +142,8 @@ def calls_grammar(
     """Grammar of an output with calls, or of text without half a call in it.
 
     Markers that are single tokens are forced as such (models have learnt them), and text may not spell them otherwise.
-
-    Args:
-        tools: names, and JSON schemas of their arguments.
-        is_forced: there is at least one call, and no text; else text may come before calls or in place of them.
-        answer: JSON schema of the text, which then comes in place of calls.
-    """
+    ``tools`` are names, and JSON schemas of arguments. If a call ``is_forced``, there is no text; else text may come
+    before calls or in place of them; only in place of them if it is JSON of a schema, the ``answer``."""
 
     def literal(text: str) -> str:
         parts = re.split("|".join(f"({re.escape(token)})" for token in form.tokens), text)

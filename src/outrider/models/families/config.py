@@ -44,8 +44,7 @@ class ModelConfig:
 
     @property
     def epsilon(self) -> float:
-        value: float = getattr(self, self.family.epsilon)
-        return value
+        return float(getattr(self, self.family.epsilon))
 
     def get_text_config(self, *, decoder: bool = False) -> ModelConfig:
         """Return this configuration, which is of text alone, as Transformers' own do."""

@@ -18,6 +18,7 @@ BIASES = "attention_bias mlp_bias"
 NO_GROUPS: Fields = {"num_key_value_heads": None}
 """Usual field: as many heads of keys and values as of queries."""
 NO_WINDOW: Fields = {"sliding_window": None}
+_ORIGINAL = "original_max_position_embeddings"
 
 
 def whole_window(config: Any, at: str, i: int) -> Fields:
@@ -28,21 +29,17 @@ def interleaved_rope(config: Any) -> Fields:
     return {"ropes": (parts.rope_of(config, is_interleaved=True),)}
 
 
-def _llama_gguf(stated: Stated) -> Fields:
+def llama_gguf(stated: Stated, *, is_partial: bool = False) -> Fields:
     biases = {"attention_bias": stated.has("blk.0.attn_q.bias"), "mlp_bias": stated.has("blk.0.ffn_up.bias")}
-    return keys.decoder_fields(stated) | biases
+    return keys.decoder_fields(stated, is_partial=is_partial) | biases
 
 
 # Ministral 3
 
 
 def _ministral3_attention(config: Any, at: str, i: int) -> Fields:
-    rope = config.rope_parameters
-    temperature_scale = {
-        "temperature_scale": rope["llama_4_scaling_beta"],
-        "temperature_floor_scale": rope["original_max_position_embeddings"],
-    }
-    return whole_window(config, at, i) | temperature_scale
+    beta, original = (config.rope_parameters[key] for key in ("llama_4_scaling_beta", _ORIGINAL))
+    return {"temperature_scale": beta, "temperature_floor_scale": original, **whole_window(config, at, i)}
 
 
 def _mistral3_gguf(stated: Stated) -> Fields:
@@ -55,7 +52,7 @@ def _mistral3_gguf(stated: Stated) -> Fields:
     if not beta:
         return fields | {"model_type": "mistral", "sliding_window": None}
     original = stated.take("rope.scaling.original_context_length", stated.take("context_length"))
-    rope |= {"llama_4_scaling_beta": beta, "original_max_position_embeddings": original}
+    rope |= {"llama_4_scaling_beta": beta, _ORIGINAL: original}
     return fields
 
 
@@ -67,7 +64,7 @@ def switched_window(fields: Fields) -> Fields:
 
 
 def _last_layers_with_windows(fields: Fields) -> list[str]:
-    num_layers = fields.get("num_hidden_layers") or 0
+    num_layers = fields["num_hidden_layers"]
     first = num_layers if fields["sliding_window"] is None else fields["max_window_layers"]
     return ["sliding_attention" if i >= first else "full_attention" for i in range(num_layers)]
 
@@ -77,19 +74,11 @@ def qwen2_attention(config: Any, at: str, i: int, has_bias: bool = True) -> Fiel
     return {"inputs": parts.inputs_of(at, has_bias), "out": out, "window": parts.window_of(config, i)}
 
 
-def qwen3_gguf(stated: Stated) -> Fields:
-    return keys.decoder_fields(stated) | {"attention_bias": stated.has("blk.0.attn_q.bias")}
-
-
 def _smollm3_ropes(fields: Fields) -> Fields:
     if fields.get("no_rope_layers") is not None:
         return {}
     period = fields.get("no_rope_layer_interval") or 4
-    return {"no_rope_layers": [(i + 1) % period != 0 for i in range(fields.get("num_hidden_layers") or 0)]}
-
-
-def _smollm3_layers(fields: Fields) -> list[str] | None:
-    return None if fields.get("use_sliding_window") else ["full_attention"] * (fields.get("num_hidden_layers") or 0)
+    return {"no_rope_layers": [(i + 1) % period != 0 for i in range(fields["num_hidden_layers"])]}
 
 
 def _exaone4_attention(config: Any, at: str, i: int) -> Fields:
@@ -106,11 +95,8 @@ def _cohere2_attention(config: Any, at: str, i: int) -> Fields:
 
 def _cohere2_layer(config: Any, at: str, i: int) -> Fields:
     """Both halves of a layer read the same norm."""
-    return {
-        "mixer_norm": parts.layer_norm(config, f"{at}.input_layernorm", False),
-        "mlp_norm": None,
-        "is_parallel": True,
-    }
+    norm = parts.layer_norm(config, f"{at}.input_layernorm", False)
+    return {"mixer_norm": norm, "mlp_norm": None, "is_parallel": True}
 
 
 def _cohere2_whole(config: Any) -> Fields:
@@ -123,8 +109,8 @@ def _cohere2_whole(config: Any) -> Fields:
 
 def norms_after(config: Any, at: str, i: int) -> Fields:
     """Norms after the halves of a layer instead of before."""
-    post, mlp_post = (parts.rms(config, f"{at}.post_{name}_layernorm") for name in ("attention", "feedforward"))
-    return {"mixer_norm": None, "mlp_norm": None, "mixer_post_norm": post, "mlp_post_norm": mlp_post}
+    names = {"mixer_post_norm": "post_attention_layernorm", "mlp_post_norm": "post_feedforward_layernorm"}
+    return {"mixer_norm": None, "mlp_norm": None, **parts.rms_fields(config, at, names)}
 
 
 def olmo_attention(config: Any, at: str, i: int) -> Fields:
@@ -167,8 +153,9 @@ def _phi3_rope(fields: Fields) -> Fields:
 def _phi3_gguf(stated: Stated) -> Fields:
     # llama.cpp ignores the window, and says that results suffer; Transformers' model, which is the authors', has it.
     rope = keys.whole_fields(stated, is_partial=True)
-    original = rope["rope_parameters"].get("original_max_position_embeddings", stated.take("context_length"))
-    return rope | {"sliding_window": keys.window_of_all(stated), "original_max_position_embeddings": original}
+    window, longest = stated.take("attention.sliding_window", 0), stated.take("context_length")
+    original = rope["rope_parameters"].get(_ORIGINAL, longest)
+    return rope | {"sliding_window": window if 0 < window < longest else None, _ORIGINAL: original}
 
 
 def glm4_attention(config: Any, at: str, i: int) -> Fields:
@@ -177,14 +164,14 @@ def glm4_attention(config: Any, at: str, i: int) -> Fields:
 
 
 def _glm4_layer(config: Any, at: str, i: int) -> Fields:
-    post, mlp_post = (parts.rms(config, f"{at}.post_{name}_layernorm") for name in ("self_attn", "mlp"))
-    return {"mixer_post_norm": post, "mlp_post_norm": mlp_post, **_joined_mlp(config, at, i)}
+    names = {"mixer_post_norm": "post_self_attn_layernorm", "mlp_post_norm": "post_mlp_layernorm"}
+    return {**parts.rms_fields(config, at, names), **_joined_mlp(config, at, i)}
 
 
 def glm4_gguf(stated: Stated) -> Fields:
-    fields = keys.decoder_fields(stated, is_partial=True)
+    fields = llama_gguf(stated, is_partial=True)
     fields["rope_parameters"].setdefault("partial_rotary_factor", 1.0)
-    return fields | {"attention_bias": stated.has("blk.0.attn_q.bias")}
+    return fields
 
 
 # StarCoder 2 and GPT-2
@@ -235,9 +222,7 @@ def _gpt2_gguf(stated: Stated) -> Fields:
 
 
 DECODERS = {
-    "llama": Family(
-        parts.like_llama(), BIASES, NO_GROUPS, gguf={"llama": GgufForm(_llama_gguf, order=pairs_to_halves)}
-    ),
+    "llama": Family(parts.like_llama(), BIASES, NO_GROUPS, gguf={"llama": GgufForm(llama_gguf, order=pairs_to_halves)}),
     "mistral": Family(parts.like_llama(whole_window)),
     "ministral3": Family(
         parts.like_llama(_ministral3_attention),
@@ -257,7 +242,7 @@ DECODERS = {
         {"head_dim": 128},
         completed=switched_window,
         layer_types=_last_layers_with_windows,
-        gguf={"qwen3": GgufForm(qwen3_gguf)},
+        gguf={"qwen3": GgufForm(llama_gguf)},
     ),
     "smollm3": Family(
         parts.like_llama(
@@ -266,8 +251,8 @@ DECODERS = {
         f"{BIASES} no_rope_layers no_rope_layer_interval",
         {**NO_WINDOW, "tie_word_embeddings": True, "rope_theta": 2_000_000.0},
         completed=_smollm3_ropes,
-        layer_types=_smollm3_layers,
-        gguf={"smollm3": GgufForm(_llama_gguf, order=pairs_to_halves)},
+        layer_types=lambda f: None if f.get("use_sliding_window") else ["full_attention"] * f["num_hidden_layers"],
+        gguf={"smollm3": GgufForm(llama_gguf, order=pairs_to_halves)},
     ),
     "exaone4": Family(parts.like_llama(_exaone4_attention, norms_after), "sliding_window_pattern"),
     "ernie4_5": Family(

@@ -55,6 +55,6 @@ def periodic(kind: str, default: int, field: str = "") -> Callable[[Fields], lis
 
     def layer_types(fields: Fields) -> list[str]:
         period = fields.get(field) or default
-        return [kind if (i + 1) % period else "full_attention" for i in range(fields.get("num_hidden_layers") or 0)]
+        return [kind if (i + 1) % period else "full_attention" for i in range(fields["num_hidden_layers"])]
 
     return layer_types

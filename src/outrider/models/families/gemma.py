@@ -37,7 +37,7 @@ def _gemma2_attention(config: Any, at: str, i: int) -> Fields:
 
 
 def _gemma2_layer(config: Any, at: str, i: int) -> Fields:
-    return {field: parts.rms(config, f"{at}.{name}", 1.0) for field, name in _NORMS.items()}
+    return parts.rms_fields(config, at, _NORMS, 1.0)
 
 
 def _gemma3_attention(config: Any, at: str, i: int) -> Fields:
@@ -60,8 +60,7 @@ def _gemma4(config: Any) -> Plan:
             inputs, source = "q", max(j for j in range(first_shared) if config.layer_types[j] == kind)
         elif values_are_keys:
             inputs = "qk"
-        norms = parts.head_norms(config, at)
-        own = _of_kind(config, kind)
+        norms, own = parts.head_norms(config, at), _of_kind(config, kind)
         return parts.attention_of(
             config,
             at,
@@ -79,25 +78,20 @@ def _gemma4(config: Any) -> Plan:
         )
 
     def experts(at: str) -> Fields:
-        norms = {
-            field: parts.rms(config, f"{at}.{name}_2")
-            for field, name in (("norm", "pre_feedforward_layernorm"), ("post_norm", "post_feedforward_layernorm"))
-        }
+        names = {"norm": "pre_feedforward_layernorm_2", "post_norm": "post_feedforward_layernorm_2"}
         made = parts.experts_of(
             config,
             at,
             router=parts.linear(f"{at}.router.proj"),
             router_norm=NormPlan("rms", f"{at}.router.scale", config.epsilon, factor=config.hidden_size**-0.5),
             scales=f"{at}.router.per_expert_scale",
-            **norms,
+            **parts.rms_fields(config, at, names),
         )
-        return {
-            "mlp": parts.mlp_of(config, f"{at}.mlp", post_norm=parts.rms(config, f"{at}.post_feedforward_layernorm_1")),
-            "experts": made,
-        }
+        norm = parts.rms(config, f"{at}.post_feedforward_layernorm_1")
+        return {"mlp": parts.mlp_of(config, f"{at}.mlp", post_norm=norm), "experts": made}
 
     def layer(at: str, i: int) -> LayerPlan:
-        others: Fields = {field: parts.rms(config, f"{at}.{name}") for field, name in _NORMS.items()}
+        others = parts.rms_fields(config, at, _NORMS)
         if config.enable_moe_block:
             others |= experts(at)
         if width:
@@ -116,13 +110,11 @@ def _gemma4(config: Any) -> Plan:
         parts.rms(config, "model.per_layer_projection_norm"),
         2.0**-0.5,
     )
+    sizes = {kind: _of_kind(config, kind)["head_dim"] for kind in sorted({*config.layer_types})}
     return parts.decoder_of(
         config,
         layer,
-        ropes=tuple(
-            parts.rope_of(config, kind, head_dim=_of_kind(config, kind)["head_dim"])
-            for kind in sorted({*config.layer_types})
-        ),
+        ropes=tuple(parts.rope_of(config, kind, head_dim=size) for kind, size in sizes.items()),
         embedding_scale=config.hidden_size**0.5,
         logit_softcap=config.final_logit_softcapping,
         per_layer=per_layer if width else None,
@@ -133,14 +125,12 @@ def _of_kind(config: Any, kind: str) -> dict[str, int]:
     """Sizes of Gemma 4's layers of a kind: those without a window have their own."""
     sizes: dict[str, int] = {name: getattr(config, name) for name in ("head_dim", "num_key_value_heads")}
     overrides: Any = getattr(config, "per_layer_config", None)
-    if kind != "full_attention":
-        return sizes
-    if overrides is not None:  # as Transformers writes what a file states by the two names below
+    if kind == "full_attention" and overrides is not None:  # Transformers' form of the two fields below
         sizes |= overrides[str(config.layer_types.index(kind))]
-        return sizes
-    sizes["head_dim"] = config.global_head_dim
-    if config.attention_k_eq_v and (number := getattr(config, "num_global_key_value_heads", None)) is not None:
-        sizes["num_key_value_heads"] = number
+    elif kind == "full_attention":
+        sizes["head_dim"] = config.global_head_dim
+        if config.attention_k_eq_v and (number := getattr(config, "num_global_key_value_heads", None)) is not None:
+            sizes["num_key_value_heads"] = number
     return sizes
 
 
@@ -184,10 +174,6 @@ def _num_shared(stated: Stated, default: int | None = None) -> int:
     return number
 
 
-def _gemma4_gguf(stated: Stated) -> Fields:
-    return _gemma4_fields(stated) | {"num_kv_shared_layers": _num_shared(stated, 0)}
-
-
 def _gemma4_assistant(stated: Stated) -> Fields:
     """An assistant, whose layers read keys and values of its target. Groups of tokens have no effect: the file does not
     state how many are chosen."""
@@ -210,29 +196,26 @@ def _gemma4_fields(stated: Stated) -> Fields:
         stated.check(f"attention.{name.replace('key', 'value')}", size)
     stated.check("rope.dimension_count_swa", sizes["key_length_swa"])
     # Layers with a window have a number of heads, and those without have another.
-    heads = dict(zip(types, stated.each("attention.head_count_kv"), strict=True))
-    if [heads[kind] for kind in types] != stated.each("attention.head_count_kv"):
-        raise stated.refusal("attention.head_count_kv", stated.each("attention.head_count_kv"))
-    widths = stated.each("feed_forward_length")
-    is_wider = [width == 2 * widths[0] for width in widths]
-    whole = types.index("full_attention")
-    per_layer = "per_layer_token_embd.weight"
+    counts, widths = stated.each("attention.head_count_kv"), stated.each("feed_forward_length")
+    heads = dict(zip(types, counts, strict=True))
+    if [heads[kind] for kind in types] != counts:
+        raise stated.refusal("attention.head_count_kv", counts)
     fields = {
         "num_attention_heads": stated.single("attention.head_count"),
         "num_key_value_heads": heads.get("sliding_attention", heads["full_attention"]),
         "num_global_key_value_heads": heads["full_attention"],
-        "attention_k_eq_v": not stated.has(f"blk.{whole}.attn_v.weight"),
+        "attention_k_eq_v": not stated.has(f"blk.{types.index('full_attention')}.attn_v.weight"),
         "head_dim": sizes["key_length_swa"],
         "global_head_dim": sizes["key_length"],
         "layer_types": types,
         "sliding_window": stated.take("attention.sliding_window"),
         "intermediate_size": widths[0],
-        "use_double_wide_mlp": any(is_wider),
+        "use_double_wide_mlp": 2 * widths[0] in widths,
         **keys.two_ropes(stated, keys.proportional_rope(stated, sizes["key_length"])),
         "hidden_size_per_layer_input": stated.take("embedding_length_per_layer_input"),
         "final_logit_softcapping": stated.take("final_logit_softcapping", 30.0) or None,
     }
-    if stated.has(per_layer):
+    if stated.has(per_layer := "per_layer_token_embd.weight"):
         fields["vocab_size_per_layer_input"] = stated.rows(per_layer)
     if stated.take("expert_count", 0):
         moe = keys.expert_fields(stated)
@@ -241,15 +224,13 @@ def _gemma4_fields(stated: Stated) -> Fields:
 
 
 def _gemma3n_gguf(stated: Stated) -> Fields:
-    fields = keys.decoder_fields(stated)
-    num_shared = _num_shared(stated)
-    sparsity = stated.each("activation_sparsity_scale")
+    fields, sparsity = keys.decoder_fields(stated), stated.each("activation_sparsity_scale")
     return {
         **fields,
         **keys.two_ropes(stated, fields["rope_parameters"]),
         "layer_types": keys.layer_types(stated, 5),
         "sliding_window": stated.take("attention.sliding_window"),
-        "num_kv_shared_layers": num_shared,
+        "num_kv_shared_layers": _num_shared(stated),
         "hidden_size_per_layer_input": stated.take("embedding_length_per_layer_input"),
         "vocab_size_per_layer_input": stated.rows("per_layer_token_embd.weight"),
         "altup_active_idx": stated.take("altup.active_idx"),
@@ -307,7 +288,9 @@ GEMMAS = {
         activation="hidden_activation",
         has_two_ropes=True,
         has_scaled_rope=True,
-        gguf={"gemma4": GgufForm(_gemma4_gguf)},
+        gguf={
+            "gemma4": GgufForm(lambda stated: _gemma4_fields(stated) | {"num_kv_shared_layers": _num_shared(stated, 0)})
+        },
     ),
 }
 ASSISTANT = GgufForm(_gemma4_assistant)

@@ -29,36 +29,30 @@ def check_silu(config: Any) -> None:
         raise NotPlanned(f"its plan does not know hidden_act={config.hidden_act} of convolutions")
 
 
-def mamba2(at: str, *, has_bias: bool, has_conv_bias: bool, **others: Any) -> RecurrencePlan:
-    fields: Fields = {
-        "conv_width": 2 * others["num_groups"] * others["key_width"] + others["num_heads"] * others["value_width"],
-        "conv_weight": f"{at}.conv1d.weight",
-        "conv_bias": f"{at}.conv1d.bias" if has_conv_bias else None,
-        "inputs": (parts.linear(f"{at}.in_proj", has_bias),),
-        "out": parts.linear(f"{at}.out_proj", has_bias),
-        "a_log": f"{at}.A_log",
-        "dt_bias": f"{at}.dt_bias",
-        "skips": f"{at}.D",
-    }
-    return RecurrencePlan("mamba2", **(fields | others))
-
-
 def mamba2_of(config: Any, at: str, **others: Any) -> RecurrencePlan:
-    least, most = config.time_step_limit or (0.0, _INFINITE)
+    """Mamba-2 with parameters' names that begin with ``at``, but for other fields that are stated."""
+    least, most = (0.0, _INFINITE) if "dt_min" in others else config.time_step_limit or (0.0, _INFINITE)
     if most != _INFINITE:
         raise NotPlanned(f"its plan does not know time_step_limit={config.time_step_limit}")
+    bias, inner = bool(config.mamba_proj_bias), config.mamba_n_heads * config.mamba_d_head
     fields: Fields = {
-        "has_bias": bool(config.mamba_proj_bias),
-        "has_conv_bias": bool(config.mamba_conv_bias),
+        "conv_width": 2 * config.mamba_n_groups * config.mamba_d_state + inner,
+        "conv_weight": f"{at}.conv1d.weight",
+        "conv_bias": f"{at}.conv1d.bias" if config.mamba_conv_bias else None,
+        "kernel_size": config.mamba_d_conv,
+        "inputs": (parts.linear(f"{at}.in_proj", bias),),
+        "out": parts.linear(f"{at}.out_proj", bias),
         "num_heads": config.mamba_n_heads,
         "num_groups": config.mamba_n_groups,
         "key_width": config.mamba_d_state,
         "value_width": config.mamba_d_head,
-        "kernel_size": config.mamba_d_conv,
-        "out_norm": parts.rms(config, f"{at}.norm"),
+        "a_log": f"{at}.A_log",
+        "dt_bias": f"{at}.dt_bias",
         "dt_min": least,
+        "skips": f"{at}.D",
+        "out_norm": parts.rms(config, f"{at}.norm"),
     }
-    return mamba2(at, **(fields | others))
+    return RecurrencePlan("mamba2", **(fields | others))
 
 
 def sizes_of(stated: Stated) -> Fields:
@@ -143,17 +137,15 @@ def _falcon_h1(config: Any) -> Plan:
 
 
 def _falcon_h1_gguf(stated: Stated) -> Fields:
-    fields, sizes = keys.decoder_fields(stated), sizes_of(stated)
+    sizes = sizes_of(stated)
     # The multipliers of its configuration are part of the file's weights.
     return {
-        **fields,
+        **decoders.llama_gguf(stated),
         **sizes,
         "mamba_d_ssm": sizes["mamba_n_heads"] * sizes["mamba_d_head"],
         "mamba_rms_norm": stated.has("blk.0.ssm_norm.weight"),
         "mamba_norm_before_gate": False,
         "mamba_conv_bias": stated.has("blk.0.ssm_conv1d.bias"),
-        "attention_bias": stated.has("blk.0.attn_q.bias"),
-        "mlp_bias": stated.has("blk.0.ffn_up.bias"),
     }
 
 
@@ -183,18 +175,8 @@ def _nemotron_h(config: Any) -> Plan:
         if kind in RECURRENT:
             if config.mamba_hidden_act != "silu":
                 raise NotPlanned(f"its plan does not know mamba_hidden_act={config.mamba_hidden_act}")
-            mixer = mamba2(
-                name,
-                has_bias=bias,
-                has_conv_bias=bool(config.use_conv_bias),
-                num_heads=config.mamba_num_heads,
-                num_groups=config.n_groups,
-                key_width=config.ssm_state_size,
-                value_width=config.mamba_head_dim,
-                kernel_size=config.conv_kernel,
-                out_norm=parts.rms(config, f"{name}.norm"),
-                dt_min=config.time_step_min,
-            )
+            into, out = (parts.linear(f"{name}.{one}_proj", bias) for one in ("in", "out"))
+            mixer = mamba2_of(config, name, inputs=(into,), out=out, dt_min=config.time_step_min)
         elif kind in ("attention", "full_attention"):
             inputs, out = tuple(parts.linear(f"{name}.{one}_proj") for one in "qkv"), parts.linear(f"{name}.o_proj")
             mixer = parts.attention_of(config, at, inputs=inputs, out=out, rope=None)
@@ -225,11 +207,15 @@ def _nemotron_h_layers(fields: Fields) -> Fields:
 
 def _nemotron_h_gguf(stated: Stated) -> Fields:
     sizes, widths = sizes_of(stated), stated.each("feed_forward_length")
+    has_experts = stated.architecture == "nemotron_h_moe"
+
+    def has(end: str) -> bool:
+        return any(name.endswith(end) for name in stated.file.tensors)
+
     if len({*widths} - {0}) > 1:
         raise stated.refusal("feed_forward_length", widths)
     for key in ("rope.freq_base", "rope.dimension_count", "rope.scaling.finetuned"):
         stated.take(key, 0)  # it has no positions
-    has_experts = stated.architecture == "nemotron_h_moe"
     fields = {
         **keys.head_fields(stated),
         "layer_norm_epsilon": stated.take("attention.layer_norm_rms_epsilon", stated.take(LAYER_NORM)),
@@ -243,9 +229,9 @@ def _nemotron_h_gguf(stated: Stated) -> Fields:
         "n_groups": sizes["mamba_n_groups"],
         "mamba_num_heads": sizes["mamba_n_heads"],
         "mamba_head_dim": sizes["mamba_d_head"],
-        "use_conv_bias": any(name.endswith("ssm_conv1d.bias") for name in stated.file.tensors),
-        "attention_bias": any(name.endswith("attn_q.bias") for name in stated.file.tensors),
-        "mlp_bias": any(name.endswith("ffn_up.bias") for name in stated.file.tensors),
+        "use_conv_bias": has("ssm_conv1d.bias"),
+        "attention_bias": has("attn_q.bias"),
+        "mlp_bias": has("ffn_up.bias"),
     }
     if not has_experts:
         return fields
@@ -280,12 +266,11 @@ MAMBAS = {
     ),
     "nemotron_h": Family(
         _nemotron_h,
-        "hybrid_override_pattern mlp_bias ssm_state_size mamba_num_heads mamba_head_dim n_groups conv_kernel "
-        "use_conv_bias moe_intermediate_size moe_shared_expert_intermediate_size num_experts_per_tok "
-        "routed_scaling_factor n_group topk_group norm_topk_prob layers_block_type "
+        "hybrid_override_pattern mlp_bias moe_intermediate_size moe_shared_expert_intermediate_size "
+        "num_experts_per_tok routed_scaling_factor n_group topk_group norm_topk_prob layers_block_type "
         # what only training and other code read
         "attention_bias num_logits_to_keep use_mamba_kernels expand time_step_max time_step_limit time_step_floor "
-        "chunk_size mamba_proj_bias mamba_ssm_cache_dtype n_shared_experts moe_shared_expert_overlap "
+        "chunk_size mamba_ssm_cache_dtype n_shared_experts moe_shared_expert_overlap "
         "num_nextn_predict_layers mtp_layers_block_type residual_in_fp32 hidden_dropout rescale_prenorm_residual",
         {
             "mlp_hidden_act": "relu2",
@@ -294,8 +279,18 @@ MAMBAS = {
             "moe_latent_size": None,
             "time_step_min": 0.001,
             "use_bias": False,
+            "mamba_proj_bias": False,
         },
-        {"num_local_experts": "n_routed_experts", "layers_block_type": "layer_types"},
+        {
+            "num_local_experts": "n_routed_experts",
+            "layers_block_type": "layer_types",
+            "mamba_n_heads": "mamba_num_heads",
+            "mamba_n_groups": "n_groups",
+            "mamba_d_state": "ssm_state_size",
+            "mamba_d_head": "mamba_head_dim",
+            "mamba_d_conv": "conv_kernel",
+            "mamba_conv_bias": "use_conv_bias",
+        },
         epsilon="layer_norm_epsilon",
         activation="mlp_hidden_act",
         completed=_nemotron_h_layers,

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from torch import Tensor
-
 from outrider.models.families import decoders, parts
 from outrider.models.families.family import Family, Fields, periodic
 from outrider.models.gguf import keys
@@ -33,7 +31,7 @@ def _qwen2_layer(config: Any, at: str, i: int) -> Fields:
 
 
 def _qwen3_gguf(stated: Stated) -> Fields:
-    return decoders.qwen3_gguf(stated) | keys.expert_fields(stated) | {"norm_topk_prob": True}
+    return decoders.llama_gguf(stated) | keys.expert_fields(stated) | {"norm_topk_prob": True}
 
 
 # GLM 4.5 and ERNIE 4.5
@@ -117,18 +115,6 @@ def _gpt_oss_gguf(stated: Stated) -> Fields:
     }
 
 
-def _interleaved(numbers: Tensor) -> Tensor:
-    """Gates and others of all experts in turn: [E, 2I, H] -> [E, H, 2I]."""
-    gates_first: Tensor = numbers.unflatten(1, (2, -1))
-    return gates_first.permute(0, 3, 2, 1).flatten(2)
-
-
-def _interleaved_biases(numbers: Tensor) -> Tensor:
-    """Biases of gates and others in turn: [2E, I] -> [E, 2I]."""
-    gates_first: Tensor = numbers.unflatten(0, (2, -1))
-    return gates_first.permute(1, 2, 0).flatten(1)
-
-
 _NUMBERS = "num_experts_per_tok num_local_experts num_experts"
 _QWEN = f"{_NUMBERS} moe_intermediate_size"
 
@@ -180,9 +166,9 @@ MIXTURES = {
         gguf={
             "gpt-oss": GgufForm(
                 _gpt_oss_gguf,
-                changes={
-                    "ffn_gate_exps.weight": _interleaved,
-                    "ffn_gate_exps.bias": _interleaved_biases,
+                changes={  # gates and others in turn: [E, 2I, H] -> [E, H, 2I], and biases [2E, I] -> [E, 2I]
+                    "ffn_gate_exps.weight": lambda one: one.unflatten(1, (2, -1)).permute(0, 3, 2, 1).flatten(2),
+                    "ffn_gate_exps.bias": lambda one: one.unflatten(0, (2, -1)).permute(1, 2, 0).flatten(1),
                     "ffn_down_exps.weight": lambda numbers: numbers.transpose(1, 2),
                 },
             )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from outrider.models.families.family import Fields
@@ -53,11 +53,8 @@ def window_of(config: Any, layer: int) -> int | None:
 
 
 def rope_of(config: Any, kind: str | None = None, *, head_dim: int = 0, is_interleaved: bool = False) -> plans.RopePlan:
-    """Rope of the layers; of a kind of layers, if the configuration states several ropes.
-
-    Args:
-        head_dim: of the layers of this kind; 0 for that of all.
-    """
+    """Rope of the layers; of a kind of layers, if the configuration states several ropes, with the ``head_dim`` of that
+    kind; 0 for that of all."""
     stated = config.rope_parameters if kind is None else config.rope_parameters[kind]
     # The share of a head that is rotated is part of scalings in the code of all families, without one of a few:
     if stated["rope_type"] == "default" and "partial_rotary_factor" not in config.family.known:
@@ -156,10 +153,9 @@ def experts_of(config: Any, at: str, **others: Any) -> plans.ExpertsPlan:
         "ups": tuple(plans.MatrixPlan(f"{at}.experts.gate_up_proj", part=i, num_parts=2) for i in range(2)),
         "down": plans.MatrixPlan(f"{at}.experts.down_proj"),
         "num_active": config.num_experts_per_tok,
+        "activation": others.get("activation") or activation_of(config),
         "is_normalized": getattr(config, "norm_topk_prob", True),
     }
-    if "activation" not in others:
-        fields["activation"] = activation_of(config)
     return plans.ExpertsPlan(**(fields | others))
 
 
@@ -176,9 +172,14 @@ def routed_experts_of(config: Any, at: str, **others: Any) -> plans.ExpertsPlan:
     return experts_of(config, at, **(fields | others))
 
 
+def rms_fields(config: Any, at: str, names: Mapping[str, str], added: float = 0.0) -> Fields:
+    """Norms of these fields, by the names of their modules."""
+    return {field: rms(config, f"{at}.{name}", added) for field, name in names.items()}
+
+
 def norms_of(config: Any, at: str, added: float = 0.0) -> Fields:
     names = {"mixer_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
-    return {field: rms(config, f"{at}.{name}", added) for field, name in names.items()}
+    return rms_fields(config, at, names, added)
 
 
 def layer_of(config: Any, at: str, mixer: plans.Mixer | None = None, **others: Any) -> plans.LayerPlan:
@@ -197,5 +198,4 @@ def halves_of(name: str) -> tuple[plans.MatrixPlan, ...]:
 
 
 def head_norms(config: Any, at: str, added: float = 0.0) -> Fields:
-    names = {"query_norm": "q_norm", "key_norm": "k_norm"}
-    return {field: rms(config, f"{at}.self_attn.{name}", added) for field, name in names.items()}
+    return rms_fields(config, f"{at}.self_attn", {"query_norm": "q_norm", "key_norm": "k_norm"}, added)

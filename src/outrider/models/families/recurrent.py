@@ -57,9 +57,8 @@ def _qwen3_5_gguf(stated: Stated) -> Fields:
     # Parts of a head that are rotated by other axes of an image, all of which are one in text.
     sections = stated.take("rope.dimension_sections")
     interval = stated.take("full_attention_interval", 4)
-    is_recurrent = stated.each(
-        "attention.recurrent_layers", [(i + 1) % interval != 0 for i in range(stated.num_layers)]
-    )
+    default = [(i + 1) % interval != 0 for i in range(stated.num_layers)]
+    is_recurrent = stated.each("attention.recurrent_layers", default)
     num_values, inner = stated.take("ssm.time_step_rank"), stated.take("ssm.inner_size")
     fields["rope_parameters"] |= {"mrope_section": sections[:3], "mrope_interleaved": True}
     return {
@@ -113,15 +112,9 @@ def _lfm2(config: Any) -> plan.Plan:
 
     def mixer(at: str, i: int) -> plan.Mixer:
         if config.layer_types[i] != "conv":
-            at_attention = f"{at}.self_attn"
-            return parts.attention_of(
-                config,
-                at,
-                window=parts.window_of(config, i),
-                out=parts.linear(f"{at_attention}.out_proj"),
-                query_norm=parts.rms(config, f"{at_attention}.q_layernorm"),
-                key_norm=parts.rms(config, f"{at_attention}.k_layernorm"),
-            )
+            own, names = f"{at}.self_attn", {"query_norm": "q_layernorm", "key_norm": "k_layernorm"}
+            out, norms = parts.linear(f"{own}.out_proj"), parts.rms_fields(config, own, names)
+            return parts.attention_of(config, at, window=parts.window_of(config, i), out=out, **norms)
         return plan.RecurrencePlan(
             "convolution",
             conv_width=config.hidden_size,
@@ -138,10 +131,7 @@ def _lfm2(config: Any) -> plan.Plan:
         return parts.experts_of(config, at, activation="silu", correction_bias=correction_bias, **of_router)
 
     def layer(at: str, i: int) -> plan.LayerPlan:
-        norms: dict[str, Any] = {
-            "mixer_norm": parts.rms(config, f"{at}.operator_norm"),
-            "mlp_norm": parts.rms(config, f"{at}.ffn_norm"),
-        }
+        norms = parts.rms_fields(config, at, {"mixer_norm": "operator_norm", "mlp_norm": "ffn_norm"})
         if config.model_type == "lfm2_moe" and i >= config.num_dense_layers:
             return plan.LayerPlan(mixer(at, i), None, experts(f"{at}.feed_forward"), **norms)
         ups, down = (parts.linear(f"{at}.feed_forward.w{n}") for n in (1, 3)), parts.linear(f"{at}.feed_forward.w2")

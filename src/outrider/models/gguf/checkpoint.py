@@ -23,8 +23,9 @@ from outrider.kernels.row_copies import RowCopy
 from outrider.models.cpu_weights import HALVES, StoredWeights, large_matrices
 from outrider.models.families.config import ModelConfig
 from outrider.models.gguf.file import GgufFile, StoredTensor, is_readable, shards_of, type_name
-from outrider.models.gguf.model import StatedModel, stated_model, transformers_config
+from outrider.models.gguf.model import StatedModel, stated_model
 from outrider.models.gguf.tensors import Order, place_of, weight_of
+from outrider.models.kinds import check_missing
 from outrider.models.registry import ModelSpec
 from outrider.native.plan import NotPlanned, Plan, weight_names
 
@@ -43,11 +44,6 @@ def gguf_file(spec: ModelSpec) -> GgufFile:
     return GgufFile.open(files[0])
 
 
-def gguf_config(file: GgufFile, name: str) -> Any:
-    """Transformers' configuration of a file. Raises UnsupportedModel, ModelCorrupt."""
-    return transformers_config(stated_model(file, name), name)
-
-
 def planned_weights(
     file: GgufFile, model: StatedModel, config: ModelConfig, plan: Plan, name: str, num_digits: int
 ) -> StoredWeights:
@@ -59,20 +55,30 @@ def planned_weights(
     if missing := sorted(names - found.keys()):
         raise NotPlanned(f"the file has no {missing[0]}")
     shapes = {weight: source.shape for weight, source in found.items()}
-    return _stored(found, large_matrices(plan, shapes), name, num_digits)
+    return stored_weights(found, large_matrices(plan, shapes), name, num_digits)
 
 
 def skeleton_weights(
     file: GgufFile, bare: nn.Module, large: Mapping[str, ExpertLayout | None], name: str, num_digits: int = 0
 ) -> StoredWeights:
-    """Weights of a model of Transformers, by its skeleton, as ``planned_weights`` has them; large matrices may stay."""
-    found = _sources_of(file, bare, name)
-    return _stored(found, {weight: layout for weight, layout in large.items() if weight in found}, name, num_digits)
+    """Weights of a model of Transformers, all that its skeleton has (shared ones under one of their names), as
+    ``planned_weights`` has them; large matrices may stay."""
+    parameters = bare.state_dict(keep_vars=True)
+    found = _sources(file, stated_model(file, name), parameters.keys(), bare.config, name)
+    for weight, source in found.items():
+        expected = tuple(parameters[weight].shape) if weight in parameters else ()  # too many in a stack
+        if source.shape != expected:
+            raise source.misfit(name, expected)
+    shared = {parameters[weight] for weight in found}
+    check_missing(name, (key for key, parameter in parameters.items() if parameter not in shared))
+    large = {weight: layout for weight, layout in large.items() if weight in found}
+    return stored_weights(found, large, name, num_digits)
 
 
-def _stored(
+def stored_weights(
     found: Mapping[str, Source], large: Mapping[str, ExpertLayout | None], name: str, num_digits: int
 ) -> StoredWeights:
+    """Weights of these sources; those of the ``large`` matrices stay as they are stored where they may."""
     kept = {weight: found[weight].num_bytes for weight, layout in large.items() if found[weight].stays(layout)}
     if large:  # a large model
         wide = {weight: one for weight, one in found.items() if weight in large or len(one.tensors[0].shape) > 2}
@@ -93,17 +99,15 @@ def _stored(
 
 def _tell_widened(name: str, sources: Sequence[Source]) -> None:
     """Log which matrices take more memory than in the file."""
-    tensors = [one for source in sources for one in source.tensors if one.num_bytes < 4 * math.prod(one.shape)]
-    if not tensors:
-        return
-    more = sum(4 * math.prod(one.shape) - one.num_bytes for one in tensors)
-    by_type: dict[str, list[str]] = {}
-    for one in tensors:
-        by_type.setdefault(type_name(one.kind), []).append(one.name)
+    by_type, more = dict[str, list[str]](), 0
+    for one in (one for source in sources for one in source.tensors):
+        if (own := 4 * math.prod(one.shape) - one.num_bytes) > 0:
+            more += own
+            by_type.setdefault(type_name(one.kind), []).append(one.name)
     parts = (f"{len(names)} of {kind} ({names[0]}{', ...' if names[1:] else ''})" for kind, names in by_type.items())
-    _LOG.warning(
-        "%s: tensors are widened to float32: %s; %.1f GB more than in the file", name, ", ".join(parts), more / 1e9
-    )
+    if more:
+        told = "%s: tensors are widened to float32: %s; %.1f GB more than in the file"
+        _LOG.warning(told, name, ", ".join(parts), more / 1e9)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,9 +157,9 @@ class Source:
     def numbers(self) -> Tensor:
         parts = [one.numbers() for one in self.tensors]
         joined = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-2)
-        ordered = joined if self.order is None else joined[self.order.places()]
-        ordered = ordered if self.columns is None else ordered[..., self.columns.places()]
-        return ordered if self.change is None else self.change(ordered).contiguous()
+        joined = joined if self.order is None else joined[self.order.places()]
+        joined = joined if self.columns is None else joined[..., self.columns.places()]
+        return joined if self.change is None else self.change(joined).contiguous()
 
     def stored(
         self, num_digits: int, empty: Callable[[Sequence[int], torch.dtype], Tensor], layout: ExpertLayout | None = None
@@ -215,19 +219,4 @@ def _sources(file: GgufFile, model: StatedModel, names: Set[str], config: Any, n
         source = Source(stored, order, columns, changes.get(weight, model.form.changes.get(leaf)))
         source.check(name)
         found[weight] = source
-    return found
-
-
-def _sources_of(file: GgufFile, bare: nn.Module, name: str) -> dict[str, Source]:
-    """Sources of all parameters of a skeleton; of shared ones, under one of their names. Raises as ``_sources``, and
-    ModelCorrupt for a parameter that is missing or has another shape."""
-    parameters = bare.state_dict(keep_vars=True)
-    found = _sources(file, stated_model(file, name), parameters.keys(), bare.config, name)
-    for weight, source in found.items():
-        expected = tuple(parameters[weight].shape) if weight in parameters else ()  # too many in a stack
-        if source.shape != expected:
-            raise source.misfit(name, expected)
-    shared = {parameters[weight] for weight in found}
-    if missing := sorted(key for key, parameter in parameters.items() if parameter not in shared):
-        raise ModelCorrupt(f"{name}: the file lacks {len(missing)} of the model's weights, {missing[0]} among them")
     return found

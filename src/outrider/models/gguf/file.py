@@ -11,7 +11,7 @@ import math
 import mmap
 import re
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -70,9 +70,8 @@ class StoredTensor(NamedTuple):
         return np.memmap(self.file, np.uint8, "c", self.begin, self.stored_shape)
 
     def numbers(self) -> Tensor:
-        if (
-            self.kind in BLOCK_TYPES and library() is not None
-        ):  # without the package gguf, which takes a while to import
+        # Without the package gguf, which takes a while to import:
+        if self.kind in BLOCK_TYPES and library() is not None:
             form, rows = BLOCK_TYPES[self.kind], torch.from_numpy(self.raw()).flatten(0, -2)
             interleaved, num_threads = torch.empty_like(rows), 1  # others copy large matrices meanwhile
             copy_rows([RowCopy(rows, form.number, interleaved)], num_threads)
@@ -99,7 +98,18 @@ class GgufFile:
             raise ModelNotFound(
                 f"{path} is one of {len(shards)} shards of a model, and {missing[0]} is not beside it: all are needed"
             )
-        return _read(shards)
+        headers = [_Header(shard) for shard in shards]
+        tensors: dict[str, StoredTensor] = {}
+        for header in headers:
+            for tensor in header.tensors:
+                if tensor.name in tensors:
+                    raise ModelCorrupt(f"{header.path}: the tensor {tensor.name} is there twice")
+                tensors[tensor.name] = tensor
+        metadata, first = headers[0].metadata, shards[0]
+        if (stated := metadata.get("split.count", 1)) not in (0, 1, len(headers)):  # a shard under another name
+            remedy = f"name them ...-00001-of-{stated:05}.gguf and on, in one folder"
+            raise ModelCorrupt(f"{first} is one of {stated} shards of a model: {remedy}")
+        return cls(first, metadata, tensors)
 
 
 def shards_of(path: Path) -> list[Path]:
@@ -109,24 +119,6 @@ def shards_of(path: Path) -> list[Path]:
         return [path]
     count = int(found["count"])
     return [path.with_name(f"{found['stem']}-{number:05}-of-{count:05}.gguf") for number in range(1, count + 1)]
-
-
-def _read(shards: Sequence[Path]) -> GgufFile:
-    headers = [_Header(path) for path in shards]
-    tensors: dict[str, StoredTensor] = {}
-    for header in headers:
-        for tensor in header.tensors:
-            if tensor.name in tensors:
-                raise ModelCorrupt(f"{header.path}: the tensor {tensor.name} is there twice")
-            tensors[tensor.name] = tensor
-    first = headers[0].metadata
-    stated = first.get("split.count", 1)
-    if stated not in (0, 1, len(headers)):  # a shard under another name
-        raise ModelCorrupt(
-            f"{headers[0].path} is one of {stated} shards of a model: name them ...-00001-of-{stated:05}.gguf and on, "
-            "in one folder"
-        )
-    return GgufFile(shards[0], first, tensors)
 
 
 class _Header:
@@ -143,21 +135,17 @@ class _Header:
             told = "for big-endian machines" if is_big else f"of version {version}: versions 2 and 3 are read"
             raise ModelCorrupt(f"{path} is a GGUF file {told}")
         num_tensors, num_values = self._number("<Q"), self._number("<Q")
-        self.metadata = dict(self._pairs(num_values))
+        places = range(self._count(num_values, 12))
+        self.metadata = dict((self._text(), self._value(self._number("<I"))) for _ in places)
         if len(self.metadata) < num_values:
             raise self._damage("a key twice")
         alignment = self.metadata.get("general.alignment", 32)
         if not isinstance(alignment, int) or alignment < 8 or alignment % 8:
             raise self._damage(f"general.alignment = {alignment!r:.40}")
         self._alignment = alignment
-        places = [self._place() for _ in range(self._count(num_tensors, 24))]
+        stated = [self._place() for _ in range(self._count(num_tensors, 24))]
         begin = -(-self._at // alignment) * alignment
-        self.tensors = [self._tensor(*place, begin) for place in places]
-
-    def _pairs(self, num_values: int) -> Iterator[tuple[str, Any]]:
-        for _ in range(self._count(num_values, 12)):
-            key = self._text()
-            yield key, self._value(self._number("<I"))
+        self.tensors = [self._tensor(*one, begin) for one in stated]
 
     def _value(self, kind: int) -> Any:
         if kind == _STRING:
@@ -194,9 +182,8 @@ class _Header:
         try:
             block, _ = _block_sizes(kind)
         except KeyError:
-            raise ModelCorrupt(
-                f"{self.path}: {name:.60} is of ggml's type {kind}, which the package gguf here does not know"
-            ) from None
+            told = f"{name:.60} is of ggml's type {kind}, which the package gguf here does not know"
+            raise ModelCorrupt(f"{self.path}: {told}") from None
         tensor = StoredTensor(self.path, name, shape, kind, begin + offset)
         if min(shape) < 1 or shape[-1] % block:
             raise self._damage(f"{name:.60} of the shape {list(shape)}")
@@ -217,8 +204,7 @@ class _Header:
         return np.dtype(_NUMBERS[kind])
 
     def _number(self, form: str) -> int:
-        number: int = struct.unpack(form, self._take(struct.calcsize(form)))[0]
-        return number
+        return int(struct.unpack(form, self._take(struct.calcsize(form)))[0])
 
     def _text(self) -> str:
         return _text(self.path, self._take(self._number("<Q")))

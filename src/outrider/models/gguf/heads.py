@@ -6,7 +6,6 @@ gemma.py, which tell how files come about; the build of llama-cpp-python 0.3.36.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Set
 from types import SimpleNamespace
 from typing import Any
@@ -16,9 +15,9 @@ from torch import Tensor
 
 from outrider.errors import ModelCorrupt, UnsupportedModel
 from outrider.kernels.narrow_weight import ExpertLayout
-from outrider.models.cpu_weights import StoredWeights, is_large
+from outrider.models.cpu_weights import is_large
 from outrider.models.families.gemma import ASSISTANT
-from outrider.models.gguf.checkpoint import Source, gguf_file
+from outrider.models.gguf.checkpoint import Source, gguf_file, stored_weights
 from outrider.models.gguf.file import GgufFile
 from outrider.models.gguf.keys import Stated, decoder_fields
 from outrider.models.gguf.model import ARCHITECTURES, config_fields
@@ -60,8 +59,6 @@ _NEXTN = {
     "nextn.embed_tokens": "embed_tokens",
     "nextn.shared_head_head": "shared_head.head",
 }
-_NORMS_OF_MTP = ("pre_fc_norm_embedding.weight", "pre_fc_norm_hidden.weight", "norm.weight")
-_OF_SECOND = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")  # settings of DFlash 2
 
 
 def is_gguf_head(file: GgufFile) -> bool:
@@ -70,37 +67,28 @@ def is_gguf_head(file: GgufFile) -> bool:
 
 
 def gguf_head(spec: ModelSpec, num_digits: int | None) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The config.json and the tensors of a head in a GGUF file.
-
-    Args:
-        num_digits: of the integers to which rows are rounded before products with blocks (``BlockType``); None to
-            widen all matrices.
-
-    Raises:
-        UnsupportedModel: the file states, or has, more than is known here.
-        ModelCorrupt, ModelNotFound, MissingExtra
-    """
+    """The config.json and the tensors of a head in a GGUF file; ``num_digits`` of ``BlockType``, None to widen all
+    matrices. Raises UnsupportedModel: the file states, or has, more than is known here; ModelCorrupt, ModelNotFound,
+    MissingExtra."""
     file = gguf_file(spec)
     is_assistant = _OF_ASSISTANT in file.tensors
     stated = Stated(file, spec.name, is_assistant=is_assistant)
     is_eagle3 = stated.has("blk.0.attn_norm_2.weight")
     names, order = (_EAGLE3, pairs_to_halves) if is_eagle3 else (_BLOCK, ASSISTANT.order)
-    layers = "layers"
     if is_assistant:
-        names, order, layers = _ASSISTANT, ASSISTANT.order, "model.layers"
-        config = _assistant_fields(stated)
+        width, names = stated.take("embedding_length_out"), _ASSISTANT
+        stated.check_shape(_OF_ASSISTANT, stated.take("embedding_length"), 2 * width)
+        layers = config_fields(stated, ASSISTANT)
+        config = {"model_type": "gemma4_assistant", "text_config": layers, "backbone_hidden_size": width}
     else:
         config = _fields(stated, is_eagle3=is_eagle3)
         stated.check_all_read()
-    sizes = SimpleNamespace(**config)
-    sources = {
-        _name(tensor, names, spec.name, layers): Source(
-            (stored,), order(place_of(tensor)[1].rpartition(".")[0], sizes), None, None
-        )
-        for tensor, stored in file.tensors.items()
-        if tensor not in stated.read_tensors and tensor != "d2t"
-    }
-    tensors = _read(sources, num_digits)
+    sizes, sources = SimpleNamespace(**config), {}
+    for tensor, stored in file.tensors.items():
+        if tensor not in stated.read_tensors and tensor != "d2t":
+            own = order(place_of(tensor)[1].rpartition(".")[0], sizes)
+            sources[_name(tensor, names, spec.name)] = Source((stored,), own, None, None)
+    tensors = _read(sources, spec.name, num_digits)
     if stated.has("d2t"):  # ids of the target's tokens; other layouts store them less those of the head
         ids = torch.from_numpy(file.tensors["d2t"].raw().view("<i8").copy())
         tensors["d2t"] = ids - torch.arange(len(ids))
@@ -108,14 +96,9 @@ def gguf_head(spec: ModelSpec, num_digits: int | None) -> tuple[dict[str, Any], 
 
 
 def gguf_mtp(file: GgufFile, name: str, target: Any, num_digits: int | None) -> dict[str, Tensor]:
-    """The first MTP layer in the file of a model, or in a file of its own, under Qwen's names; nothing without one.
-    Raises UnsupportedModel, ModelCorrupt.
-
-    Args:
-        name: for errors.
-        target: the model, or the planned model.
-        num_digits: see ``gguf_head``.
-    """
+    """The first MTP layer in the file of a model, or in a file of its own, under Qwen's names; nothing without one. The
+    ``target`` is a model, or a planned one; for ``num_digits`` see ``gguf_head``. Raises UnsupportedModel,
+    ModelCorrupt."""
     stated = Stated(file, name)
     if stated.architecture not in ARCHITECTURES:
         raise UnsupportedModel(f"{name}: MTP layers of the architecture {stated.architecture!r:.40} are not read")
@@ -130,13 +113,12 @@ def gguf_mtp(file: GgufFile, name: str, target: Any, num_digits: int | None) -> 
     sources = {}
     for parameter, tensors in parts.items():
         leaf = place_of(tensors[0])[1]
-        module = leaf.rpartition(".")[0]
-        change = form.changes.get("attn_norm.weight" if parameter.endswith(_NORMS_OF_MTP) else leaf)
+        order, columns = (rule(leaf.rpartition(".")[0], target.config) for rule in (form.order, form.columns))
+        is_norm = parameter.endswith(("pre_fc_norm_embedding.weight", "pre_fc_norm_hidden.weight", "norm.weight"))
+        change = form.changes.get("attn_norm.weight" if is_norm else leaf)
         stored = tuple(file.tensors[tensor] for tensor in sorted(tensors))  # a gate before "up"
-        sources[parameter] = Source(
-            stored, form.order(module, target.config), form.columns(module, target.config), change
-        )
-    return _read(sources, num_digits)
+        sources[parameter] = Source(stored, order, columns, change)
+    return _read(sources, name, num_digits)
 
 
 def _name_of_mtp(tensor: str, weights: Set[str], num_layers: int, head: str) -> str:
@@ -151,22 +133,13 @@ def _name_of_mtp(tensor: str, weights: Set[str], num_layers: int, head: str) -> 
     raise _misplaced(tensor, head)
 
 
-def _read(sources: Mapping[str, Source], num_digits: int | None) -> dict[str, Tensor]:
+def _read(sources: Mapping[str, Source], head: str, num_digits: int | None) -> dict[str, Tensor]:
     """Tensors, large matrices in their blocks unless ``num_digits`` is None."""
-    layouts = {name: ExpertLayout(one.shape[0]) if len(one.shape) == 3 else None for name, one in sources.items()}
-    kept = {
-        name: source.num_bytes
-        for name, source in sources.items()
-        if num_digits is not None and source.stays(layouts[name]) and is_large(source.shape)
-    }
-
-    others = {name: 4 * math.prod(one.shape) for name, one in sources.items() if name not in kept}
-    return StoredWeights(
-        kept,
-        others,
-        lambda name: sources[name].numbers(),
-        lambda name, empty: sources[name].stored(num_digits or 0, empty, layouts[name]),
-    ).read_all()
+    large = {key: one.shape for key, one in sources.items() if num_digits is not None and is_large(one.shape)}
+    layouts = {key: ExpertLayout(shape[0]) if len(shape) == 3 else None for key, shape in large.items()}
+    tensors, copies = stored_weights(sources, layouts, head, num_digits or 0).begin()
+    copies.wait()
+    return tensors
 
 
 def _fields(stated: Stated, *, is_eagle3: bool) -> dict[str, Any]:
@@ -191,13 +164,6 @@ def _fields(stated: Stated, *, is_eagle3: bool) -> dict[str, Any]:
     return fields | (_eagle3_fields if is_eagle3 else _block_fields)(stated, fields, features)
 
 
-def _assistant_fields(stated: Stated) -> dict[str, Any]:
-    width = stated.take("embedding_length_out")
-    stated.check_shape(_OF_ASSISTANT, stated.take("embedding_length"), 2 * width)
-    layers = config_fields(stated, ASSISTANT)
-    return {"model_type": "gemma4_assistant", "text_config": layers, "backbone_hidden_size": width}
-
-
 def _eagle3_fields(stated: Stated, fields: Mapping[str, Any], features: list[int]) -> dict[str, Any]:
     if stated.take("norm_before_fc", False):
         stated.check_shape("enc.output_norm.weight", stated.file.tensors["fc.weight"].shape[1])
@@ -217,7 +183,8 @@ def _block_fields(stated: Stated, fields: Mapping[str, Any], features: list[int]
     num_layers, window = fields["num_hidden_layers"], stated.take("attention.sliding_window", 0)
     has_window = stated.take("attention.sliding_window_pattern", [window > 0] * num_layers)
     activation = stated.take("hidden_activation", "silu")
-    second = {key: stated.take(key, 0) for key in _OF_SECOND}
+    of_second = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")  # settings of DFlash 2
+    second = {key: stated.take(key, 0) for key in of_second}
     if all(second.values()):
         size, num_groups = fields["hidden_size"], fields["hidden_size"] // second["conv_group_size"]
         stated.check_shape("selector_hidden.weight", second["selector_rank"], size)
@@ -239,11 +206,11 @@ def _block_fields(stated: Stated, fields: Mapping[str, Any], features: list[int]
     }
 
 
-def _name(tensor: str, names: Mapping[str, str], head: str, layers: str = "layers") -> str:
+def _name(tensor: str, names: Mapping[str, str], head: str) -> str:
     """Name of a tensor in the other layouts. Raises UnsupportedModel."""
     layer, leaf = place_of(tensor)
     module, _, kind = leaf.rpartition(".")
-    prefix = "" if layer is None else f"{layers}.{layer}."
+    prefix = "" if layer is None else f"{'model.' if names is _ASSISTANT else ''}layers.{layer}."
     if leaf in names:
         return prefix + names[leaf]
     if module in names and kind in ("weight", "bias"):

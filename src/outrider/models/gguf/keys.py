@@ -20,27 +20,16 @@ from outrider.models.kinds import check_counts
 # Keys without effect, whatever they state: llama.cpp takes the vocabulary from its tokens, the kind of norms from the
 # architecture (converters may write what both kinds add), and nothing from the others.
 _WITHOUT_EFFECT = {
-    "vocab_size",
-    "attention.layer_norm_epsilon",
-    "attention.layer_norm_rms_epsilon",
-    "rope.scaling.finetuned",
-    "pooling_type",  # of embeddings
+    *("vocab_size", "attention.layer_norm_epsilon", "attention.layer_norm_rms_epsilon", "rope.scaling.finetuned"),
+    *("tensor_data_layout", "pooling_type"),  # the latter of embeddings
     *("mrope_sections", "rope.mrope_section", "rope.mrope_interleaved"),  # of Ollama, which are stated elsewhere
-    "tensor_data_layout",
 }
 # Keys without effect if they have this value.
 _NEUTRAL: dict[str, Any] = {
-    "attention.causal": True,
-    "attention.max_alibi_bias": 0.0,
-    "attention.sliding_window": 0,
-    "expert_count": 0,
-    "expert_used_count": 0,
-    "expert_shared_count": 0,
-    "expert_weights_scale": 1.0,
-    "norm_top_k_prob": True,  # of Ollama, as the next
-    "ssm.v_head_reordered": True,
-    "rope.scaling.yarn_attn_factor": 1.0,
-    "rope.scaling.yarn_ext_factor": 1.0,
+    **dict.fromkeys(("attention.causal", "norm_top_k_prob", "ssm.v_head_reordered"), True),  # two of Ollama
+    **dict.fromkeys(("attention.max_alibi_bias", "attention.sliding_window"), 0),
+    **dict.fromkeys(("expert_count", "expert_used_count", "expert_shared_count"), 0),
+    **dict.fromkeys(("expert_weights_scale", "rope.scaling.yarn_attn_factor", "rope.scaling.yarn_ext_factor"), 1.0),
 }
 # Keys of encoders of images and sounds, which Ollama writes to the file of the model.
 _OF_IMAGES = ("vision.", "audio.", "mm.")
@@ -107,11 +96,9 @@ class Stated:
 
     def check_shape(self, tensor: str, *shape: int) -> None:
         """Raises ModelCorrupt: the keys state another shape than a tensor has."""
-        own = self.file.tensors[tensor].shape if self.has(tensor) else ()
-        if own != shape:
-            raise ModelCorrupt(
-                f"{self.name}: by the file's keys {tensor} has the shape {list(shape)}; it has {list(own)}"
-            )
+        if (own := self.file.tensors[tensor].shape if self.has(tensor) else ()) != shape:
+            told = f"by the file's keys {tensor} has the shape {list(shape)}; it has {list(own)}"
+            raise ModelCorrupt(f"{self.name}: {told}")
 
     def numbers(self, tensor: str, count: int) -> list[float]:
         """Numbers of a tensor. Raises ModelCorrupt: they are not ``count``, or there is none."""
@@ -129,10 +116,9 @@ class Stated:
     def check_all_read(self) -> None:
         """Raises UnsupportedModel: a key has an effect that is not known here."""
         for key in sorted(self._unread - _WITHOUT_EFFECT):
-            if key.startswith(_OF_IMAGES):
-                continue
-            if key not in _NEUTRAL or self._values[key] != _NEUTRAL[key]:
-                raise self.refusal(key, self._values[key])
+            value = self._values[key]
+            if not key.startswith(_OF_IMAGES) and (key not in _NEUTRAL or value != _NEUTRAL[key]):
+                raise self.refusal(key, value)
 
 
 def head_fields(stated: Stated) -> dict[str, Any]:
@@ -140,21 +126,15 @@ def head_fields(stated: Stated) -> dict[str, Any]:
     counts = stated.each("attention.head_count_kv", num_heads)
     if len({*counts} - {0}) != 1:  # 0 in layers without attention
         raise stated.refusal("attention.head_count_kv", counts)
-    head_dim = head_size(stated, num_heads)
+    head_dim = stated.take("attention.key_length", stated.take("embedding_length") // num_heads)
+    stated.check("attention.value_length", head_dim)
     return {"num_attention_heads": num_heads, "num_key_value_heads": max(counts), "head_dim": head_dim}
-
-
-def head_size(stated: Stated, num_heads: int) -> int:
-    size: int = stated.take("attention.key_length", stated.take("embedding_length") // num_heads)
-    stated.check("attention.value_length", size)
-    return size
 
 
 def rope_parameters(stated: Stated, head_dim: int, *, is_partial: bool = False) -> dict[str, Any]:
     """Base and scaling of rotary positions, of a part of each head if the model may rotate a part."""
     found = {"rope_theta": stated.take("rope.freq_base", 10_000.0)}
-    num_rotated = stated.take("rope.dimension_count", head_dim)
-    if num_rotated != head_dim:
+    if (num_rotated := stated.take("rope.dimension_count", head_dim)) != head_dim:
         if not is_partial:
             raise stated.refusal("rope.dimension_count", num_rotated)
         found["partial_rotary_factor"] = num_rotated / head_dim
@@ -204,7 +184,7 @@ def proportional_rope(stated: Stated, head_dim: int) -> dict[str, Any]:
     divisors: 1, and one beyond all bounds for what is not rotated."""
     divisors, base = stated.numbers(_ALL, head_dim // 2), stated.take("rope.freq_base", 10_000.0)
     num_rotated = divisors.count(1.0)
-    if divisors[:num_rotated] != [1.0] * num_rotated or any(one < _NO_ROTATION for one in divisors[num_rotated:]):
+    if divisors[:num_rotated] != [1.0] * num_rotated or any(one < 1e20 for one in divisors[num_rotated:]):
         raise UnsupportedModel(f"{stated.name}: the file has a tensor {_ALL} of other numbers than 1 and 1e30")
     stated.check("rope.dimension_count", head_dim)
     return {"rope_type": "proportional", "rope_theta": base, "partial_rotary_factor": 2 * num_rotated / head_dim}
@@ -216,16 +196,9 @@ def two_ropes(stated: Stated, full: dict[str, Any], theta: float = 10_000.0) -> 
     return {"rope_parameters": {"full_attention": full, "sliding_attention": local}}
 
 
-_NO_ROTATION = 1e20  # divisor of a frequency
 SOFTMAX, SIGMOID, SOFTMAX_OF_CHOSEN = 1, 2, 3  # functions that weigh experts, by llama.cpp's numbers
 _BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}
 _ALL, _SHORT, _LONG = _DIVISORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
-
-
-def window_of_all(stated: Stated) -> int | None:
-    """Sliding window of all layers; None if there is none, or it is no smaller than the context."""
-    window: int = stated.take("attention.sliding_window", 0)
-    return window if 0 < window < stated.take("context_length") else None
 
 
 def layer_types(stated: Stated, period: int) -> list[str]:
@@ -263,21 +236,15 @@ def expert_fields(
     gate: int = SOFTMAX,
     has_groups: bool = False,
 ) -> dict[str, Any]:
-    """Numbers and width of experts.
-
-    Args:
-        number: name of the field for their number.
-        is_normalized: the weights of the chosen experts are divided by their sum.
-        gate: llama.cpp's number of the function that makes weights of scores.
-        has_groups: groups of experts are chosen first.
-    """
+    """Numbers and width of experts. ``number`` names the field for their number; the weights of the chosen ones are
+    divided by their sum if ``is_normalized``; ``gate`` is llama.cpp's number of the function that makes weights of
+    scores."""
     stated.check("expert_weights_norm", is_normalized)
     stated.check("expert_gating_func", gate)
     for key in ("expert_group_count", "expert_group_used_count"):
         if (own := stated.take(key, 1)) > 1 and not has_groups:
             raise stated.refusal(key, own)
-    num_used = stated.single("expert_used_count")
-    width = stated.single("expert_feed_forward_length", 0)
+    num_used, width = stated.single("expert_used_count"), stated.single("expert_feed_forward_length", 0)
     width = width or stated.single("feed_forward_length") // max(num_used, 1)
     return {number: stated.take("expert_count"), "num_experts_per_tok": num_used, "moe_intermediate_size": width}
 
@@ -308,6 +275,5 @@ def routed_fields(stated: Stated, is_normalized: bool | None = None) -> dict[str
 def query_scale(stated: Stated, fields: Mapping[str, Any], num_layers_of_largest: int) -> dict[str, Any]:
     """Scale of Gemma's queries. That of the largest models is the hidden size over the heads, which no key states:
     llama.cpp counts layers, too."""
-    if stated.num_layers == num_layers_of_largest:
-        return {"query_pre_attn_scalar": stated.take("embedding_length") // fields["num_attention_heads"]}
-    return {"query_pre_attn_scalar": fields["head_dim"]}
+    is_largest, width = stated.num_layers == num_layers_of_largest, stated.take("embedding_length")
+    return {"query_pre_attn_scalar": width // fields["num_attention_heads"] if is_largest else fields["head_dim"]}

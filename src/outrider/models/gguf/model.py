@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from outrider.errors import ModelCorrupt, OutriderError, UnsupportedModel
+from outrider.errors import ModelCorrupt, OutriderError, UnsupportedModel, reason_of
 from outrider.models.families.table import FAMILIES
 from outrider.models.gguf.file import GgufFile
 from outrider.models.gguf.keys import Stated
@@ -17,7 +17,6 @@ from outrider.models.gguf.tensors import GgufForm, place_of
 ARCHITECTURES = {name: (family, form) for family in FAMILIES for name, form in FAMILIES[family].gguf.items()}
 """By GGUF's name: the model_type, unless the file's keys are those of another, and the form of the file."""
 _LOG = logging.getLogger(__name__)
-_OF_IMAGES = ("v.", "a.", "mm.")  # beginnings of tensors that Ollama has in the file of a model
 
 
 class StatedModel(NamedTuple):
@@ -38,16 +37,14 @@ def stated_model(file: GgufFile, name: str) -> StatedModel:
     if file.metadata.get("general.type", "model") != "model":
         raise UnsupportedModel(f"{name} is no model, but of GGUF's type {file.metadata['general.type']!r:.40}")
     if stated.architecture not in ARCHITECTURES:
-        known = ", ".join(ARCHITECTURES)
-        raise UnsupportedModel(
-            f"{name}: GGUF files of the architecture {stated.architecture!r:.40} are not read: {known} are"
-        )
+        told = f"GGUF files of the architecture {stated.architecture!r:.40} are not read"
+        raise UnsupportedModel(f"{name}: {told}: {', '.join(ARCHITECTURES)} are")
     family, form = ARCHITECTURES[stated.architecture]
     with _stating(name, family):
         fields = {"model_type": family} | config_fields(stated, form, FAMILIES[family].epsilon)
     of_mtp = range(stated.num_layers, stated.take("block_count"))
     mtp = frozenset(name for name in file.tensors if int(place_of(name)[0] or -1) in of_mtp)
-    images = frozenset(name for name in file.tensors if name.startswith(_OF_IMAGES))
+    images = frozenset(one for one in file.tensors if one.startswith(("v.", "a.", "mm.")))  # as Ollama has them
     if images:
         _LOG.info("%s reads no images: %d tensors of their encoder are left out", name, len(images))
     return StatedModel(fields, form, mtp, mtp | images | stated.read_tensors)
@@ -68,8 +65,7 @@ def _stating(name: str, family: str) -> Iterator[None]:
     except OutriderError:
         raise
     except Exception as error:  # values of another kind, and whatever Transformers' validation raises
-        reason = " ".join(str(error).split())[:200]
-        raise ModelCorrupt(f"{name}: the file's metadata is no {family} model ({reason})") from None
+        raise ModelCorrupt(f"{name}: the file's metadata is no {family} model ({reason_of(error)})") from None
 
 
 def config_fields(stated: Stated, form: GgufForm, epsilon: str = "rms_norm_eps") -> dict[str, Any]:

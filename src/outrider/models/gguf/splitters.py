@@ -52,9 +52,7 @@ _LETTERS_OF_DEEPSEEK = (
     r"ℂℇℊ-ℓℕℙ-ℝℤΩℨK-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃]+"
 )
 _SIGNS_OF_DEEPSEEK = r"\s?[!-/:-~！-／：-～‘-‟、-。]+"
-_SIGNS_OF_FALCON = r"[\p{P}$+<=>^~|`]+"
 _CLAUSES = r" ?[^(\s|.,!?…。，、।۔،)]+"
-_LINES = r"\n+"
 
 
 class Splitter(NamedTuple):
@@ -84,7 +82,7 @@ _NAMES = {
     "qwen2 deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2": Splitter((_QWEN2,)),
     "qwen35": Splitter((_QWEN35,)),
     "default": Splitter((r"[\p{P}$+<=>^~|]+", _GPT2, r"\p{N}+", "[0-9]{3}")),
-    "falcon": Splitter((_SIGNS_OF_FALCON, _GPT2, "[0-9]{3}")),
+    "falcon": Splitter((r"[\p{P}$+<=>^~|`]+", _GPT2, "[0-9]{3}")),
     "deepseek-llm": Splitter(
         (r"[\r\n]", _LETTERS_OF_DEEPSEEK, _SIGNS_OF_DEEPSEEK, r"\s+\z", _CJK_OF_DEEPSEEK, r"\p{N}+")
     ),
@@ -97,6 +95,6 @@ _NAMES = {
     "superbpe": Splitter((r"\p{N}+", "(?=(?:[0-9]{3})+(?![0-9]))")),
     "seed-coder": Splitter((_SEED_CODER,)),
     "minicpm5": Splitter((r"\p{N}{1,3}", _MINICPM5), ignores_merges=True),
-    "gemma4": Splitter((_LINES,), is_raw=True, adds_bos=True, always_adds_bos=True, bos_id=None),
+    "gemma4": Splitter((r"\n+",), is_raw=True, adds_bos=True, always_adds_bos=True, bos_id=None),
 }
 SPLITTERS = {name: splitter for names, splitter in _NAMES.items() for name in names.split()}

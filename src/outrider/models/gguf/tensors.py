@@ -103,12 +103,8 @@ NAMES = {
 LAYER_NORM = "attention.layer_norm_epsilon"
 
 
-def _less_one(numbers: Tensor) -> Tensor:
-    return numbers - 1
-
-
 _NORMS = ("attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm", "attn_q_norm", "attn_k_norm", "output_norm")
-FROM_ONE = {f"{name}.weight": _less_one for name in _NORMS}
+FROM_ONE: dict[str, Callable[[Tensor], Tensor]] = {f"{name}.weight": lambda numbers: numbers - 1 for name in _NORMS}
 
 
 class Order(NamedTuple):

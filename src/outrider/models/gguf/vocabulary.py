@@ -33,23 +33,20 @@ _GGML = "tokenizer.ggml."
 _TEMPLATE = "tokenizer.chat_template"
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # types of tokens; the others need no treatment
 
-_READ = (
-    *("model", "pre", "tokens", "token_type", "scores", "merges", "add_bos_token", "add_eos_token", "add_space_prefix"),
-    *("bos_token_id", "eos_token_id", "unknown_token_id", "padding_token_id"),
-    "eos_token_ids",  # of Ollama
+_READ = (  # the last one is Ollama's
+    "model pre tokens token_type scores merges add_bos_token add_eos_token add_space_prefix bos_token_id eos_token_id "
+    "unknown_token_id padding_token_id eos_token_ids "
 )
 # Keys that change no token of these kinds: ids of ends and of parts of code, and what llama.cpp reads for vocabularies
 # of other kinds alone, or not at all.
 _HARMLESS = (
-    *("eot_token_id", "eom_token_id", "seperator_token_id", "cls_token_id", "mask_token_id", "add_sep_token"),
-    *("fim_pre_token_id", "fim_suf_token_id", "fim_mid_token_id", "fim_pad_token_id", "fim_rep_token_id"),
-    *("fim_sep_token_id", "prefix_token_id", "suffix_token_id", "middle_token_id"),
-    *("token_type_count", "remove_extra_whitespaces"),
-    *("add_padding_token", "add_unknown_token", "add_mask_token"),
+    "eot_token_id eom_token_id seperator_token_id cls_token_id mask_token_id add_sep_token fim_pre_token_id "
+    "fim_suf_token_id fim_mid_token_id fim_pad_token_id fim_rep_token_id fim_sep_token_id prefix_token_id "
+    "suffix_token_id middle_token_id token_type_count remove_extra_whitespaces add_padding_token add_unknown_token "
+    "add_mask_token"
 )
-_KNOWN = {_GGML + key for key in (*_READ, *_HARMLESS)} | {
-    *(_TEMPLATE, "tokenizer.chat_templates", "tokenizer.huggingface.json")
-}
+_KNOWN = {_GGML + key for key in (_READ + _HARMLESS).split()}
+_KNOWN |= {_TEMPLATE, "tokenizer.chat_templates", "tokenizer.huggingface.json"}
 # Roles of tokens in Transformers, and their keys; ids where a file states none, by the kind of vocabulary.
 _ROLES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 _DEFAULTS: dict[str, dict[str, int]] = {"gpt2": {"eos": 11}, "llama": {"eos": 2, "unknown": 0}, "gemma4": {}}
@@ -88,14 +85,12 @@ def gguf_tokenizer(metadata: Mapping[str, Any], name: str) -> FastTokenizer:
 
 def _vocabulary(metadata: Mapping[str, Any], name: str) -> _Vocabulary:
     stated = {key.removeprefix(_GGML): value for key, value in metadata.items() if key.startswith(_GGML)}
-    splitter = _splitter(stated, name)
+    splitter, texts = _splitter(stated, name), stated.get("tokens", ())
     for key, value in metadata.items():
         if key.startswith("tokenizer.") and key not in _KNOWN and not key.startswith(f"{_TEMPLATE}."):
             raise UnsupportedModel(f"{name} states {key} = {value!r:.60}, which is not known: its tokens may differ")
-    missing = {"tokens", "scores" if stated["model"] == "llama" else "merges"} - stated.keys()
-    if missing:
+    if missing := {"tokens", "scores" if stated["model"] == "llama" else "merges"} - stated.keys():
         raise ModelCorrupt(f"{name} states no {_GGML}{min(missing)}, so that its text cannot be tokenized")
-    texts = stated["tokens"]
     if not all(texts):
         texts = [text or f"[EMPTY_{i}]" for i, text in enumerate(texts)]
     ids = {text: i for i, text in enumerate(texts)}
@@ -182,8 +177,7 @@ class _Vocabulary:
         else:
             steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
             # A byte without a token is dropped, but its neighbours are not joined.
-            missing = {*pre_tokenizers.ByteLevel.alphabet()} - self.ids.keys()
-            if missing:
+            if missing := {*pre_tokenizers.ByteLevel.alphabet()} - self.ids.keys():
                 steps.append(pre_tokenizers.Split(Regex(f"[{''.join(map(re.escape, sorted(missing)))}]"), "removed"))
             backend.decoder = decoders.ByteLevel()
         backend.pre_tokenizer = pre_tokenizers.Sequence(steps)
@@ -202,13 +196,9 @@ class _Vocabulary:
         types = self.stated.get("token_type", [])
         found = {self.texts[i]: kind for i, kind in enumerate(types) if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED)}
         found |= dict.fromkeys(sorted(by_name), _CONTROL)
+        keep_space = _KEEP_SPACE if self.is_phi3 else found
         return [
-            AddedToken(
-                text,
-                normalized=False,
-                special=kind != _USER_DEFINED,
-                rstrip=self.is_phi3 and text not in _KEEP_SPACE,
-            )
+            AddedToken(text, normalized=False, special=kind != _USER_DEFINED, rstrip=text not in keep_space)
             for text, kind in found.items()
         ]
 
@@ -242,9 +232,7 @@ def end_ids(metadata: Mapping[str, Any], eos_id: int | None) -> list[int]:
     found += [ids[name] for name in sorted(END_NAMES & ids.keys())]
     ends = [i for i in dict.fromkeys(found) if i is not None and i < len(tokens)]
     named = {tokens[i] for i in ends}
-    without = set()
-    if named & {"<|call|>", "<|calls|>"} and named & {"<|return|>", "<|flush|>"}:
-        without.add("<|end|>")  # of a channel
-    if "<|tool_response>" in named:
-        without.add("</s>")  # a tag of HTML
+    # No ends are that of a channel, and a tag of HTML:
+    is_channel = named & {"<|call|>", "<|calls|>"} and named & {"<|return|>", "<|flush|>"}
+    without = ("<|end|>" if is_channel else None, "</s>" if "<|tool_response>" in named else None)
     return [i for i in ends if tokens[i] not in without]

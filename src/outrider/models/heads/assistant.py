@@ -59,8 +59,7 @@ class AssistantHead(Head):
         """Take the configurations of the assistant and of its decoder, and for each type of a layer the target's layer
         whose keys and values it reads."""
         super().__init__()
-        model = target.model
-        decoder_of_target = model.get_decoder()
+        model, decoder_of_target = target.model, target.model.get_decoder()
         size, width = of_layers.hidden_size, config.backbone_hidden_size
         self.config = of_layers
         self.features = (len(decoder_of_target.layers),)
@@ -125,10 +124,31 @@ def load_assistant(stored: Mapping[str, Tensor], stated: Mapping[str, Any], name
             f"{name} reads keys and values of layers of the type {lacking[0]}, which {target.name} does not have"
         )
     head = AssistantHead(config, own, shared, target)
-    _check(head, config, name, target)
+    width = embedding_of(target).shape[1]
+    if config.backbone_hidden_size != width:
+        raise ModelCorrupt(
+            f"{name} is for another target: it reads hidden states of {config.backbone_hidden_size} numbers, and those "
+            f"of {target.name} have {width}"
+        )
+    if own.vocab_size < target.vocab_size:
+        raise ModelCorrupt(f"{name} has logits for {own.vocab_size} tokens; {target.name} has {target.vocab_size}")
+    num_groups, num_chosen = config.num_centroids, config.centroid_intermediate_top_k
+    if config.use_ordered_embeddings and own.vocab_size % num_groups:
+        raise ModelCorrupt(f"{name} divides {own.vocab_size} tokens into {num_groups} groups")
+    if config.use_ordered_embeddings and not 1 <= num_chosen <= num_groups:
+        raise ModelCorrupt(
+            f"{name} chooses {num_chosen} of {num_groups} groups of tokens (centroid_intermediate_top_k)"
+        )
+    for kind, layer in zip(own.layer_types, head.layers, strict=True):
+        shape, attention = target.layer_shapes[shared[kind]], layer.self_attn
+        num_heads = own.num_attention_heads // attention.num_key_value_groups
+        if (num_heads, attention.head_dim) != (shape.num_heads, shape.key_dim):
+            raise ModelCorrupt(
+                f"{name} is for another target: in {kind} it reads {num_heads} heads of {attention.head_dim} numbers, "
+                f"and {target.name} has {shape.num_heads} of {shape.key_dim}"
+            )
     tensors = dict(stored)
-    embedding = tensors.pop("model.embed_tokens.weight", None)
-    if embedding is not None:
+    if (embedding := tensors.pop("model.embed_tokens.weight", None)) is not None:
         tensors.setdefault("lm_head.weight", embedding)
     tensors = {key.replace("masked_embedding.", "lm_head."): value for key, value in tensors.items()}
     fill(head, tensors, name, target, shared=("embed_tokens.", "target_norm.", "model.rotary_emb."))
@@ -141,31 +161,3 @@ def load_assistant(stored: Mapping[str, Tensor], stated: Mapping[str, Any], name
         state = torch.zeros(1, 1, head.state_size, dtype=target.dtype, device=target.device)
         head(place, state, place, SlotCache.empty(target.layer_shapes, 1, 1).of_layers(head.shared_layers), 1)
     return head
-
-
-def _check(head: AssistantHead, config: Any, name: str, target: LM) -> None:
-    """Raises ModelCorrupt: an assistant is for another target."""
-    width, own = embedding_of(target).shape[1], head.config
-    if config.backbone_hidden_size != width:
-        raise ModelCorrupt(
-            f"{name} is for another target: it reads hidden states of {config.backbone_hidden_size} numbers, and those "
-            f"of {target.name} have {width}"
-        )
-    if own.vocab_size < target.vocab_size:
-        raise ModelCorrupt(f"{name} has logits for {own.vocab_size} tokens; {target.name} has {target.vocab_size}")
-    if config.use_ordered_embeddings and own.vocab_size % config.num_centroids:
-        raise ModelCorrupt(f"{name} divides {own.vocab_size} tokens into {config.num_centroids} groups")
-    num_chosen = config.centroid_intermediate_top_k
-    if config.use_ordered_embeddings and not 1 <= num_chosen <= config.num_centroids:
-        raise ModelCorrupt(
-            f"{name} chooses {num_chosen} of {config.num_centroids} groups of tokens (centroid_intermediate_top_k)"
-        )
-    for kind, layer in zip(own.layer_types, head.layers, strict=True):
-        shape = target.layer_shapes[dict(zip(head.shared_types, head.shared_layers, strict=True))[kind]]
-        attention = layer.self_attn
-        num_heads = own.num_attention_heads // attention.num_key_value_groups
-        if (num_heads, attention.head_dim) != (shape.num_heads, shape.key_dim):
-            raise ModelCorrupt(
-                f"{name} is for another target: in {kind} it reads {num_heads} heads of {attention.head_dim} numbers, "
-                f"and {target.name} has {shape.num_heads} of {shape.key_dim}"
-            )

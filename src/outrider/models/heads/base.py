@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from outrider.errors import ModelCorrupt, UnsupportedModel
 from outrider.models.families.table import plan_of
-from outrider.native.plan import MatrixPlan, Plan, rename
+from outrider.native.plan import AttentionPlan, MatrixPlan, NotPlanned, Plan, rename
 from outrider.runtime.attention_mask import Visibility
 from outrider.runtime.cache import SlotCache
 from outrider.runtime.cache_shapes import LayerShape
@@ -48,7 +48,7 @@ class Head(nn.Module, ABC):
         norm_output: while drafting token by token, the normed output takes the place of the state.
         layers: its decoder layers.
         cache_name: the argument of these that takes the cache.
-        embed_tokens, lm_head: its own, or those of the target.
+        embed_tokens, lm_head, rotary_emb: its own, or those of the target.
         token_ids: the target's ids of its tokens, ascending, D numbers; None if it has the target's tokens. Logits are
             those of a smaller vocabulary.
     """
@@ -64,6 +64,7 @@ class Head(nn.Module, ABC):
     cache_name: str
     embed_tokens: Any
     lm_head: Any
+    rotary_emb: Any
     token_ids: Tensor | None
 
     @property
@@ -79,6 +80,15 @@ class Head(nn.Module, ABC):
     @abstractmethod
     def plan(self) -> Plan:
         """Plan of the forward and the LM head for the native engine. Raises NotPlanned."""
+
+    def about(self, states: Tensor, positions: Tensor, mask: Tensor | None, cache: Any) -> dict[str, Any]:
+        """Arguments of its layers beside the hidden states."""
+        return {
+            "attention_mask": mask,
+            self.cache_name: cache,
+            "position_ids": positions,
+            "position_embeddings": rotation(self.rotary_emb, states, positions),
+        }
 
     def layer_shapes(self, target: LM) -> list[LayerShape]:
         config, first = self.config, cast(Any, self.layers[0])
@@ -148,11 +158,17 @@ def window_of(stated: Mapping[str, Any], target: LM) -> int | None:
     return own if own is not None and own < target.context_len else None
 
 
-def plan_of_layers(config: Any) -> Plan:
-    """Plan of a head's own layers. Raises NotPlanned."""
+def plan_of_layers(head: Head, attention: Sequence[Mapping[str, Any]]) -> Plan:
+    """Plan of a head's own layers, with these fields of the attention of each. Raises NotPlanned."""
+    config, layers = head.config, []
     known = type(config)().to_dict()  # a checkpoint states more in the same place
     stated = {name: value for name, value in config.to_dict().items() if name in known}
-    return rename(plan_of(type(config).from_dict(stated)), "model.", "")
+    plan = rename(plan_of(type(config).from_dict(stated)), "model.", "")
+    for layer, fields in zip(plan.layers, attention, strict=True):
+        if not isinstance(layer.mixer, AttentionPlan):
+            raise NotPlanned("its layers are no attention")
+        layers.append(replace(layer, mixer=replace(layer.mixer, **fields)))
+    return plan_of_head(replace(plan, layers=tuple(layers)), head)
 
 
 def plan_of_head(plan: Plan, head: Head) -> Plan:
@@ -248,15 +264,14 @@ def complete(head: Any, tensors: Mapping[str, Tensor], offsets: Tensor | None, n
         raise ModelCorrupt(f"{name} has no embedding of its own, and hidden states of {size} numbers")
     if len(embedding) < target.vocab_size:
         raise ModelCorrupt(f"{name} has {len(embedding)} tokens; {target.name} has {target.vocab_size}")
-    if offsets is not None and "lm_head." in shared:
-        raise ModelCorrupt(f"{name} has a d2t and no LM head of its own")
-    num_tokens = len(head.lm_head.weight)
-    if offsets is not None and num_tokens != len(offsets):
-        raise ModelCorrupt(f"{name} has logits for {num_tokens} tokens, and d2t names {len(offsets)}")
+    num_tokens, ids = len(head.lm_head.weight), None
     if offsets is None and num_tokens < target.vocab_size:
         raise ModelCorrupt(f"{name} has logits for {num_tokens} tokens, and no d2t that names them")
-    ids = None
     if offsets is not None:
+        if "lm_head." in shared:
+            raise ModelCorrupt(f"{name} has a d2t and no LM head of its own")
+        if num_tokens != len(offsets):
+            raise ModelCorrupt(f"{name} has logits for {num_tokens} tokens, and d2t names {len(offsets)}")
         ids = torch.arange(len(offsets)) + offsets.long()
         is_token = (ids >= 0) & (ids < len(embedding_of(target)))
         is_known = is_token & (ids < target.vocab_size)  # others are padding of the target's embedding

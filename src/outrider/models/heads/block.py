@@ -29,13 +29,12 @@ from outrider.models.heads.base import (
     decoder_of,
     layer_config,
     own_tensors,
-    plan_of_head,
     plan_of_layers,
     rotation,
     set_vocabulary,
     window_of,
 )
-from outrider.native.plan import MAX_TOKENS, AttentionPlan, NotPlanned, Plan
+from outrider.native.plan import MAX_TOKENS, NotPlanned, Plan
 from outrider.runtime.lm import LM
 from outrider.runtime.modules import cache_argument
 from outrider.runtime.vocabulary import UNKNOWN
@@ -146,8 +145,7 @@ class BlockHead(Head):
         self.multiplier = float(_value(stated, "output_multiplier", 1.0))
         self.softcap = float(_value(stated, "final_logit_softcapping", 0.0) or 0.0)
         decoder = decoder_of(self.config, target.name)
-        size, eps = config.hidden_size, config.rms_norm_eps
-        norm = type(decoder.norm)
+        size, eps, norm = config.hidden_size, config.rms_norm_eps, type(decoder.norm)
         with torch.device("meta"):
             self.fc = nn.Linear(tensors["fc.weight"].shape[1], size, bias="fc.bias" in tensors)
             self.hidden_norm, self.norm = norm(size, eps=eps), norm(size, eps=eps)
@@ -183,7 +181,8 @@ class BlockHead(Head):
             shape = (*states.shape[:2], -1, attention.head_dim)
             keys = attention.k_norm(attention.k_proj(states).view(shape)).transpose(1, 2)
             values = attention.v_proj(states).view(shape).transpose(1, 2)
-            store.update(_rotate(keys, cos[:, None], sin[:, None]), values)
+            first, second = keys.chunk(2, dim=-1)
+            store.update(keys * cos[:, None] + torch.cat((-second, first), dim=-1) * sin[:, None], values)
 
     def forward(self, input_ids: Tensor, positions: Tensor, view_len: int, cache: Any) -> Tensor:
         """Feed blocks, and return the outputs of their slots. Positions, for which the cache is set up, are -1 in rows
@@ -191,12 +190,7 @@ class BlockHead(Head):
         weight = self.embed_tokens.weight  # as it is: some embeddings scale their output
         hidden = functional.embedding(input_ids.to(weight.device), weight).to(self.norm.weight) * self.scale
         masks = {reach: reach.mask(positions, view_len, hidden.dtype) for reach in set(self.reaches)}
-        positions = positions.clamp_min(0)
-        about: dict[str, Any] = {
-            self.cache_name: cache,
-            "position_ids": positions,
-            "position_embeddings": rotation(self.rotary_emb, hidden, positions),
-        }
+        about = self.about(hidden, positions.clamp_min(0), None, cache)
         for layer, reach in zip(self.layers, self.reaches, strict=True):
             about["attention_mask"] = masks[reach]
             hidden = _through(layer, hidden, about) if self.is_convolved else layer(hidden, **about)
@@ -208,14 +202,11 @@ class BlockHead(Head):
             raise NotPlanned("its layers have convolutions")
         if self.block_size > MAX_TOKENS:
             raise NotPlanned(f"its block has more than {MAX_TOKENS} slots")
-        plan = plan_of_layers(self.config)
-        layers = []
-        for layer, reach in zip(plan.layers, self.reaches, strict=True):
-            if not isinstance(layer.mixer, AttentionPlan):
-                raise NotPlanned("its layers are recurrent")
-            mixer = replace(layer.mixer, window=reach.window, before_anchor=reach.before_anchor)
-            layers.append(replace(layer, mixer=replace(mixer, is_bidirectional=not reach.is_causal)))
-        return replace(plan_of_head(plan, self), layers=tuple(layers), embedding_scale=self.scale)
+        attention = [
+            {"window": one.window, "before_anchor": one.before_anchor, "is_bidirectional": not one.is_causal}
+            for one in self.reaches
+        ]
+        return replace(plan_of_layers(self, attention), embedding_scale=self.scale)
 
     def logits(self, outputs: Tensor) -> Tensor:
         """[..., H] -> [..., D]"""
@@ -223,20 +214,10 @@ class BlockHead(Head):
         return torch.tanh(logits / self.softcap) * self.softcap if self.softcap > 0 else logits
 
 
-def _through(layer: Any, hidden: Tensor, about: Mapping[str, Any]) -> Tensor:
-
-    def attend(inputs: Tensor) -> Tensor:
-        attended: Tensor = layer.self_attn(hidden_states=inputs, **about)[0]
-        return attended
-
-    hidden = hidden + layer.attention_conv(layer.input_layernorm(hidden), attend)
-    result: Tensor = hidden + layer.mlp_conv(layer.post_attention_layernorm(hidden), layer.mlp)
-    return result
-
-
-def _rotate(values: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    first, second = values.chunk(2, dim=-1)
-    return values * cos + torch.cat((-second, first), dim=-1) * sin
+def _through(layer: Any, hidden: Tensor, about: Mapping[str, Any]) -> Any:
+    normed = layer.input_layernorm(hidden)
+    hidden = hidden + layer.attention_conv(normed, lambda inputs: layer.self_attn(hidden_states=inputs, **about)[0])
+    return hidden + layer.mlp_conv(layer.post_attention_layernorm(hidden), layer.mlp)
 
 
 def _part_of(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Any]:
@@ -250,11 +231,9 @@ def _value(stated: Mapping[str, Any], key: str, default: Any = None) -> Any:
 
 def _features(stated: Mapping[str, Any], config: Any, target: LM) -> tuple[int, ...]:
     """Hidden states that a head reads. Layer i of z-lab is the output of that layer, so feature i + 1."""
-    ids = _value(stated, "aux_hidden_state_layer_ids")
-    if ids is not None:
+    if (ids := _value(stated, "aux_hidden_state_layer_ids")) is not None:
         return tuple(ids)
-    ids = _value(stated, "target_layer_ids")
-    if ids is None:  # in the first checkpoints: spread evenly
+    if (ids := _value(stated, "target_layer_ids")) is None:  # in the first checkpoints: spread evenly
         last, num = len(target.model.get_decoder().layers) - 3, config.num_hidden_layers
         ids = [round(1 + i * (last - 1) / (num - 1)) for i in range(num)] if num > 1 else [(last + 3) // 2]
     return tuple(i + 1 for i in ids)
@@ -305,11 +284,11 @@ def load_block(stored: Mapping[str, Tensor], stated: Mapping[str, Any], name: st
     complete(head, tensors, offsets, name, target)
     if head.token_ids is not None:
         head.num_tokens = len(head.token_ids)
-    selector = head.candidate_selector
-    if selector is not None and selector.num_candidates < 1:
-        raise ModelCorrupt(f"{name} chooses among {selector.num_candidates} candidates (selector_top_k)")
-    if selector is not None and (num_known := len(selector.predecessor_codebook)) < target.vocab_size:
-        raise ModelCorrupt(f"{name} knows {num_known} tokens; {target.name} has {target.vocab_size}")
+    if (selector := head.candidate_selector) is not None:
+        if selector.num_candidates < 1:
+            raise ModelCorrupt(f"{name} chooses among {selector.num_candidates} candidates (selector_top_k)")
+        if (num_known := len(selector.predecessor_codebook)) < target.vocab_size:
+            raise ModelCorrupt(f"{name} knows {num_known} tokens; {target.name} has {target.vocab_size}")
     if head.mask_id is None or not 0 <= head.mask_id < len(head.embed_tokens.weight):
         raise ModelCorrupt(f"{name} states no mask token that it has an embedding for: {head.mask_id}")
     return head

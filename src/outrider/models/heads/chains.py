@@ -27,18 +27,16 @@ from outrider.models.heads.base import (
     own_tensors,
     plan_of_head,
     plan_of_layers,
-    rotation,
     set_vocabulary,
     window_of,
 )
-from outrider.native.plan import AttentionPlan, DraftInputPlan, MatrixPlan, NotPlanned, Plan, rename
+from outrider.native.plan import DraftInputPlan, MatrixPlan, NotPlanned, Plan, rename
 from outrider.runtime.cache_shapes import LayerShape
 from outrider.runtime.lm import LM
 from outrider.runtime.modules import cache_argument
 
 _LOG = logging.getLogger(__name__)
-LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
-"""Key of the features of an EAGLE-3 head in a config.json."""
+LAYER_IDS = "eagle_aux_hidden_state_layer_ids"  # key of the features of an EAGLE-3 head in a config.json
 
 # The layout of DeepSeek and GLM, in the names of Qwen's.
 _NAMES = {"eh_proj": "fc", "enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "shared_head.norm": "norm"}
@@ -68,8 +66,7 @@ class Eagle3Head(Head):
         is_default = stated.get("speculators_model_type") == "eagle3"
         self.norm_before_residual = bool(stated.get("norm_before_residual", is_default))
         self.norm_output = bool(stated.get("norm_output", inner.get("norm_output", False)))
-        norm, eps = type(decoder.norm), config.rms_norm_eps
-        width = tensors["fc.weight"].shape[1]
+        norm, eps, width = type(decoder.norm), config.rms_norm_eps, tensors["fc.weight"].shape[1]
         with torch.device("meta"):
             self.fc = nn.Linear(width, size, bias="fc.bias" in tensors)
             if "input_norm.weight" in tensors:
@@ -101,12 +98,7 @@ class Eagle3Head(Head):
         self, input_ids: Tensor, states: Tensor, positions: Tensor, mask: Tensor, cache: Any
     ) -> tuple[Tensor, Tensor]:
         first: Any = self.layers[0]
-        about = {
-            "attention_mask": mask,
-            self.cache_name: cache,
-            "position_ids": positions,
-            "position_embeddings": rotation(self.rotary_emb, states, positions),
-        }
+        about = self.about(states, positions, mask, cache)
         embedded = self.embed_tokens(input_ids).to(states)
         normed = first.hidden_norm(states)
         entries = torch.cat((first.input_layernorm(embedded), normed), dim=-1)  # [B, T, 2H]
@@ -119,20 +111,14 @@ class Eagle3Head(Head):
         return output, output if self.norm_output else hidden
 
     def plan(self) -> Plan:
-        plan = plan_of_layers(self.config)
+        plan = plan_of_layers(self, [{"window": self.window}] * len(self.layers))
         first, *others = plan.layers
         norm = first.mixer_norm
         if norm is None or first.mixer_post_norm or first.mlp_post_norm or plan.residual_scale != 1:
             raise NotPlanned(f"a first layer of {self.config.model_type} is none of EAGLE-3's")
         state_norm = replace(norm, weight="layers.0.hidden_norm.weight")
         draft_input = DraftInputPlan(norm, state_norm, adds_normed=self.norm_before_residual)
-        layers = (replace(first, mixer_norm=None), *others)
-        windowed = []
-        for layer in layers:
-            if not isinstance(layer.mixer, AttentionPlan):
-                raise NotPlanned("its layers are no attention")
-            windowed.append(replace(layer, mixer=replace(layer.mixer, window=self.window)))
-        return replace(plan_of_head(plan, self), layers=tuple(windowed), draft_input=draft_input)
+        return replace(plan, layers=(replace(first, mixer_norm=None), *others), draft_input=draft_input)
 
 
 def load_eagle3(stored: Mapping[str, Tensor], stated: Mapping[str, Any], name: str, target: LM) -> Eagle3Head:
@@ -146,21 +132,17 @@ def load_eagle3(stored: Mapping[str, Tensor], stated: Mapping[str, Any], name: s
     kind = inner.get("model_type", "llama")
     config = layer_config(CONFIG_MAPPING[kind].from_dict(inner), len(layers), target.model)
     head = Eagle3Head(config, stated, tensors, target)
-    head.window = min(filter(None, (window_of(inner, target), _stated_window(inner, len(layers), name))), default=None)
+    # As in vLLM's ``LlamaAttention``, only ``layer_types`` switches a sliding window on.
+    kinds, stated_window = list(inner.get("layer_types") or ["full_attention"])[: len(layers)], None
+    if set(kinds) != {"full_attention"}:
+        stated_window = inner.get("sliding_window")
+        if set(kinds) != {"sliding_attention"} or not stated_window:
+            raise UnsupportedModel(
+                f"{name} has layers of the types {', '.join(kinds)}, with the window {stated_window}"
+            )
+    head.window = min(filter(None, (window_of(inner, target), stated_window)), default=None)
     complete(head, tensors, offsets, name, target)
     return head
-
-
-def _stated_window(inner: Mapping[str, Any], num_layers: int, name: str) -> int | None:
-    """Sliding window of an EAGLE-3 head's layers; None for none. As in vLLM's ``LlamaAttention``, only ``layer_types``
-    switches it on. Raises UnsupportedModel."""
-    kinds = list(inner.get("layer_types") or ["full_attention"])[:num_layers]
-    window = inner.get("sliding_window")
-    if set(kinds) == {"full_attention"}:
-        return None
-    if set(kinds) != {"sliding_attention"} or not window:
-        raise UnsupportedModel(f"{name} has layers of the types {', '.join(kinds)}, with the window {window}")
-    return int(window)
 
 
 class MtpHead(Head):
@@ -175,8 +157,7 @@ class MtpHead(Head):
 
     def __init__(self, target: LM) -> None:
         super().__init__()
-        model = target.model
-        decoder = model.get_decoder()
+        model, decoder = target.model, target.model.get_decoder()
         config = model.config.get_text_config(decoder=True)
         types = list(getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers)
         # The last layer with full attention: the first ones may lack experts.
@@ -195,12 +176,10 @@ class MtpHead(Head):
             self.layers = nn.ModuleList([type(like)(own, self.index)])
             self.norm = norm(size, eps=eps)
         self.cache_name = cache_argument(like)
-        module: Any
         for module in self.layers.modules():
-            if hasattr(module, "layer_idx"):
-                module.layer_idx = 0
-            if hasattr(module, "config"):
-                module.config = self.config
+            for name, value in (("layer_idx", 0), ("config", self.config)):
+                if hasattr(module, name):
+                    setattr(module, name, value)
         self.target_norm, self.rotary_emb = decoder.norm, decoder.rotary_emb
         self.embed_tokens, self.lm_head = model.get_input_embeddings(), model.get_output_embeddings()
 
@@ -212,14 +191,7 @@ class MtpHead(Head):
     ) -> tuple[Tensor, Tensor]:
         embedded = self.pre_fc_norm_embedding(self.embed_tokens(input_ids).to(states.device))
         hidden = self.fc(torch.cat((embedded, self.pre_fc_norm_hidden(states)), dim=-1))
-        hidden = self.layers[0](
-            hidden,
-            attention_mask=mask,
-            position_ids=positions,
-            position_embeddings=rotation(self.rotary_emb, hidden, positions),
-            **{self.cache_name: cache},
-        )
-        output = self.norm(hidden)
+        output = self.norm(self.layers[0](hidden, **self.about(hidden, positions, mask, cache)))
         return output, output
 
     def plan(self) -> Plan:

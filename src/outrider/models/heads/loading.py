@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.errors import ModelCorrupt, ModelNotFound, UnsupportedModel
+from outrider.errors import ModelCorrupt, ModelNotFound, UnsupportedModel, reason_of
 from outrider.kernels.narrow_weight import NarrowWeight
 from outrider.models.heads.assistant import load_assistant
 from outrider.models.heads.base import Head, head_lm
@@ -25,14 +25,11 @@ from outrider.native.planned_model import PlannedModel
 from outrider.runtime.lm import LM
 
 _MTP_PREFIX = "mtp."
-MTP = "mtp"
-"""Draft with the MTP layers of the target's own checkpoint."""
+MTP = "mtp"  # draft with the MTP layers of the target's own checkpoint
 
 # Beginnings of the tensors of heads that are not run here, in GGUF files too.
 _NOT_RUN = {
-    "markov_": "a DSpark head",
-    "confidence_head.": "a DSpark head",
-    "conf_proj.": "a DSpark head",
+    **dict.fromkeys(("markov_", "confidence_head.", "conf_proj."), "a DSpark head"),
     "lilicorr.": "a LiLiCorr head",
     "mask_hidden": "a P-EAGLE head",
 }
@@ -85,21 +82,17 @@ def load_head(spec: ModelSpec, target: LM, *, allow_pickle: bool = False) -> LM:
             files = find_tensors(spec.location, allow_pickle=allow_pickle)
             check_runs(spec.name, files, head_named(stated))
             tensors = without_fp8(read_tensors(spec.location, files), stated)
-    kind = kind_of_head(tensors.keys())
-    if kind is None:
-        thing = head_named(stated) or "a head"
-        raise UnsupportedModel(f"{spec.name} is {thing}, in a layout that is not known here")
-    with building(f"no head can be built of {spec.name}"):
+        if (kind := kind_of_head(tensors.keys())) is None:
+            thing = head_named(stated) or "a head"
+            raise UnsupportedModel(f"{spec.name} is {thing}, in a layout that is not known here")
         return head_lm(_LOADERS[kind](tensors, stated, spec.name, target), spec.name, target)
 
 
 def check_runs(name: str, tensors: Iterable[str], thing: str | None) -> None:
     """Refuse heads of kinds that are not run here, by their tensors or their name (``head_named``). Raises
     UnsupportedModel."""
-    found = next((one for part, one in _NOT_RUN.items() if any(key.startswith(part) for key in tensors)), None)
-    if found is None and any(kind in (thing or "") for kind in ("DSpark", "LiLiCorr", "P-EAGLE")):
-        found = thing
-    if found is not None:
+    by_name = thing if any(kind in (thing or "") for kind in ("DSpark", "LiLiCorr", "P-EAGLE")) else None
+    if found := next((one for part, one in _NOT_RUN.items() if any(key.startswith(part) for key in tensors)), by_name):
         remedy = "take an EAGLE-3, DFlash or DFlash 2 head of its target, or a draft model"
         raise UnsupportedModel(f"{name} is {found}, which is not run here: {remedy}")
 
@@ -135,11 +128,9 @@ def digits_beside(target: LM) -> int | None:
 def load_mtp_of(target: LM, *, allow_pickle: bool = False) -> LM:
     """Load the MTP layer of a target's checkpoint. Raises UnsupportedModel: it has none; ModelCorrupt,
     ModelNotFound."""
-    config = target.weights.config
-    location = str(getattr(config, "_name_or_path", "") or "")
+    location = str(getattr(target.weights.config, "_name_or_path", "") or "")
     if not location:
-        message = "is a model in memory that was not loaded from files: it has no MTP layers"
-        raise UnsupportedModel(f"{target.name} {message}")
+        raise UnsupportedModel(f"{target.name} was not loaded from files, but is in memory: it has no MTP layers")
     name, prefix = f"the MTP layer of {target.name}", _MTP_PREFIX
     with building(f"no head can be built of {name}"):
         if is_gguf(Path(location)):
@@ -189,8 +180,7 @@ def check_target(target: LM) -> None:
 
 def read_config(location: str) -> dict[str, Any]:
     """The config.json of a folder or hub repository, as it is written. Raises ModelNotFound, ModelCorrupt."""
-    path = _file(location, "config.json")
-    if path is None:
+    if (path := _file(location, "config.json")) is None:
         raise ModelNotFound(f"{location} has no config.json, or it cannot be fetched: check its name and the network")
     with _reading(path):
         stated: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
@@ -249,8 +239,7 @@ def _file(location: str, name: str) -> Path | None:
     try:
         path = cached_file(location, name, _raise_exceptions_for_missing_entries=False)
     except Exception as error:  # of networks and hubs, many types
-        reason = " ".join(str(error).split())[:300]
-        raise ModelNotFound(f"{name} of {location!r} cannot be fetched ({reason})") from None
+        raise ModelNotFound(f"{name} of {location!r} cannot be fetched ({reason_of(error)})") from None
     return None if path is None else Path(path)
 
 
@@ -259,5 +248,4 @@ def _reading(path: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # damaged files raise errors of many types
-        reason = " ".join(str(error).split())[:300]
-        raise ModelCorrupt(f"{path} cannot be read ({type(error).__name__}: {reason})") from None
+        raise ModelCorrupt(f"{path} cannot be read ({type(error).__name__}: {reason_of(error)})") from None
