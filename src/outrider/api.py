@@ -54,10 +54,8 @@ from outrider.text.tokenizer import differing_tokens, encode, examples_of, proce
 
 _LOG = logging.getLogger(__name__)
 _CHOICE = logging.getLogger("outrider.draft")  # shown by commands
-_SAMPLING = logging.getLogger("outrider.sampling")  # shown by the server
 _ANYWHERE = Placement()
 _MOST_UNKNOWN = 0.05  # share of the target's tokens that a draft of its family need not know
-_LEAST_SHARED = 0.5  # share of the tokens of a text that a draft of another family must have
 
 
 @gc_paused()
@@ -126,7 +124,7 @@ def load(
     if isinstance(target, (str, Path)):
         stated = stated_sampling(resolve(str(target), models_file), generation_config, checkpoint.file)
         if line := stated.text(short_name(checkpoint.name), stated.defaults):
-            _SAMPLING.info("%s", line)
+            logging.getLogger("outrider.sampling").info("%s", line)  # shown by the server
     end = turn_end(checkpoint.tokenizer)
     turn_ids = frozenset() if end is None or end >= num_tokens else frozenset([end])
     plain = Decoder(
@@ -271,7 +269,7 @@ def _spelling(decoder: Decoder, draft: Checkpoint, differing: Mapping[int, tuple
     if spelling is not None:
         share = spelling.share_of(encode(decoder.tokenizer, " ".join(PROMPTS)))
         found = f"{spelling.num_equal} of the {num_tokens} tokens of {target.name}, {share:.0%} of those of a text"
-        if share >= _LEAST_SHARED:
+        if share >= 0.5:  # else most of a text would not be drafted
             _LOG.warning("the draft %s has another tokenizer, with %s: it never drafts others", draft.name, found)
             return spelling
         reason = f"it has {found}"

@@ -313,7 +313,7 @@ def build_lm(checkpoint: Checkpoint, num_tokens: int, unknown_ids: tuple[int, ..
     if checkpoint.forward is None:
         check_kind(checkpoint.name, config)
         if (own := config._attn_implementation) not in ("eager", "sdpa"):  # which take 4-D masks
-            remedy = "load it with eager or sdpa"
+            remedy = "load it with one of eager, sdpa"
             raise UnsupportedModel(f"{checkpoint.name} was loaded with attn_implementation={own!r}: {remedy}")
         if picks_outliers(model):
             raise UnsupportedModel(

@@ -31,7 +31,6 @@ _CHOICES = {
     "execution": EXECUTIONS,
 }
 _SIZES = ("num_bytes", "num_params", "context_len")
-_LIKE = (*_SIZES, "family")  # what an entry takes from the one that it is "like"
 _PLACED = ("dtype", "quantization", "device", "device_map", "max_memory", "tensor_parallel", "store", "execution")
 _TEXTS = ("path", "hub", "package", "file", "about", "family", "head_of", "gguf", *_PLACED)
 _KINDS = dict.fromkeys(_TEXTS, str) | dict.fromkeys(("tensor_parallel", *_SIZES), int) | {"is_chat": bool}
@@ -194,7 +193,7 @@ def _whole(name: str, tables: dict[str, Any], file: Path) -> Any:
     other = tables.get(table["like"]) if isinstance(table["like"], str) else None
     if not isinstance(other, dict) or "like" in other:
         raise FileError(f"{file}: models.{name}.like = {table['like']!r} is no name in this file that has own sizes")
-    taken = {key: other[key] for key in _LIKE if key in other}
+    taken = {key: other[key] for key in (*_SIZES, "family") if key in other}
     return taken | {key: value for key, value in table.items() if key != "like"}
 
 

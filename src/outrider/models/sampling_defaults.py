@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 FOR_CHATS = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
 """Defaults of chats with a model that states none: those of llama.cpp, so that people find what they know."""
 
-_GENERATION_CONFIG = "generation_config.json"
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 _GGUF_NAMES = dict(zip(_SAMPLING, ("temp", "top_k", "top_p", "min_p", "penalty_repeat"), strict=True))
 _OFF = {"mirostat": 0, "xtc_probability": 0.0}
@@ -104,7 +103,7 @@ def values_text(sampling: Mapping[str, Any]) -> str:
 def generation_config_file(spec: ModelSpec) -> Path | None:
     """The file of a checkpoint, if it has one."""
     with contextlib.suppress(Exception):  # of the hub: what is missing of the model is reported where it is loaded
-        return None if spec.gguf is not None else spec.file(_GENERATION_CONFIG)
+        return None if spec.gguf is not None else spec.file("generation_config.json")
     return None
 
 

@@ -24,8 +24,6 @@ _FILE, _TEMPLATES = "tokenizer.json", "additional_chat_templates"
 _FORMER = ("special_tokens_map.json", "added_tokens.json")  # of former releases
 _BESIDE = ("tokenizer_config.json", "chat_template.jinja", *_FORMER)
 _PARTS = ("model", "normalizer", "pre_tokenizer", "post_processor", "decoder")
-# Classes without roles of their own; other classes have a token for a role that the files do not state.
-_BARE = ("PreTrainedTokenizerFast", "TokenizersBackend")
 _STATED = {"bos_token", "eos_token", "unk_token", "pad_token"}  # roles of all classes of causal models
 _OTHERS = ("auto_map", "fix_mistral_regex", "fast_tokenizer_files")  # keys that Transformers alone understands
 # Keys of tokenizer_config.json, the part that they change, and its own key.
@@ -47,7 +45,9 @@ def folder_tokenizer(path: Path | None, hub: str | None) -> Any:
         return _by_class(location)
     stated = _stated(folder)
     is_former = "added_tokens_decoder" not in stated and any((folder / name).is_file() for name in _FORMER)
-    is_bare = stated.get("tokenizer_class") in _BARE or stated.keys() >= _STATED
+    # Other classes have tokens for roles that the files do not state.
+    is_bare = stated.get("tokenizer_class") in ("PreTrainedTokenizerFast", "TokenizersBackend")
+    is_bare |= stated.keys() >= _STATED
     if is_bare and not is_former and not any(map(stated.get, _OTHERS)):
         return _built(folder / _FILE, stated)
     by_class = _by_class(location)

@@ -26,7 +26,6 @@ from outrider.kernels.blocks import BLOCK_TYPES
 from outrider.kernels.library import dequantize_rows, library
 from outrider.kernels.row_copies import RowCopy, copy_rows
 
-_MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 # Types of values: struct's letter, and NumPy's.
 _NUMBERS = {
@@ -41,7 +40,6 @@ _BLOCK_SIZES = {
     **{kind: (1, np.dtype(plain).itemsize) for kind, plain in _PLAIN.items()},
     **{kind: (form.num_numbers, form.num_bytes) for kind, form in BLOCK_TYPES.items()},
 }
-_MOST_DIMENSIONS = 4
 _SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 
 
@@ -127,7 +125,7 @@ class _Header:
         with path.open("rb") as file:
             self._size = file.seek(0, 2)
             self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if self._size else b""
-        if self._take(4) != _MAGIC:
+        if self._take(4) != b"GGUF":
             raise ModelCorrupt(f"{path} is not a GGUF file: it does not begin with GGUF")
         version = self._number("<I")
         if version not in _VERSIONS:
@@ -173,7 +171,7 @@ class _Header:
 
     def _place(self) -> tuple[str, tuple[int, ...], int, int]:
         name, num_dimensions = self._text(), self._number("<I")
-        if not 1 <= num_dimensions <= _MOST_DIMENSIONS:
+        if not 1 <= num_dimensions <= 4:
             raise self._damage(f"{name:.60} with {num_dimensions} dimensions")
         shape = tuple(self._number("<Q") for _ in range(num_dimensions))
         return name, shape[::-1], self._number("<I"), self._number("<Q")

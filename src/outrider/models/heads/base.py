@@ -24,8 +24,6 @@ from outrider.runtime.cache_shapes import LayerShape
 from outrider.runtime.forward import Results
 from outrider.runtime.lm import LM
 
-_UNUSED = ("t2d", "verifier_norm.", "verifier_lm_head.")  # for training
-
 
 class Head(nn.Module, ABC):
     """A head for one target. One that drafts token by token has a ``forward`` of
@@ -224,9 +222,9 @@ def own_tensors(stored: Mapping[str, Tensor], target: LM) -> tuple[dict[str, Ten
     """Tensors of a head's checkpoint, named as in the speculators layout, without those for training and without an
     embedding that is the target's; and ``d2t``: ids of the target less those of the head, D numbers, None if the head
     has the target's tokens."""
-    tensors = {
-        key.replace("midlayer.", "layers.0."): value for key, value in stored.items() if not key.startswith(_UNUSED)
-    }
+    unused = ("t2d", "verifier_norm.", "verifier_lm_head.")  # for training
+    kept = {key: value for key, value in stored.items() if not key.startswith(unused)}
+    tensors = {key.replace("midlayer.", "layers.0."): value for key, value in kept.items()}
     own, weight = embedding_of(target), tensors.get("embed_tokens.weight")
     # Not that of a skeleton, which has no values.
     if weight is not None and not own.is_meta and type(own) is nn.Parameter and weight.shape == own.shape:

@@ -39,10 +39,6 @@ from outrider.runtime.lm import LM
 from outrider.runtime.modules import cache_argument
 from outrider.runtime.vocabulary import UNKNOWN
 
-_KINDS = ("dflash", "dflash2")  # in the speculators layout; others have the same tensors, and more
-# Settings, and the beginnings of the weights that they promise.
-_PROMISES = {"selector_rank": "candidate_selector.", "conv_kernel_size": "layers.0.attention_conv."}
-
 
 @dataclass(frozen=True, slots=True)
 class Reach:
@@ -255,8 +251,8 @@ def load_block(stored: Mapping[str, Tensor], stated: Mapping[str, Any], name: st
     """Load a block head for a target. Arguments and errors: see ``load_eagle3``."""
     from transformers import Qwen3Config
 
-    kind = stated.get("speculators_model_type", _KINDS[0])
-    if kind not in _KINDS:
+    kind = stated.get("speculators_model_type", "dflash")
+    if kind not in ("dflash", "dflash2"):  # others have the same tensors, and more
         raise UnsupportedModel(f"{name} is a head of the kind {kind}, which is not known here")
     tensors, offsets = own_tensors(stored, target)
     tensors = {key.replace("_codebook.weight", "_codebook"): value for key, value in tensors.items()}
@@ -266,7 +262,8 @@ def load_block(stored: Mapping[str, Tensor], stated: Mapping[str, Any], name: st
     for setting in ("markov_rank", "enable_confidence_head", "lilicorr_candidate_topk", "use_swa"):
         if _value(stated, setting):
             raise UnsupportedModel(f"{name} states {setting}, which is not run here: take a plain DFlash head")
-    for setting, beginning in _PROMISES.items():
+    promises = {"selector_rank": "candidate_selector.", "conv_kernel_size": "layers.0.attention_conv."}
+    for setting, beginning in promises.items():
         if _value(stated, setting) and not _part_of(tensors, beginning):
             raise ModelCorrupt(f"{name} has no weights {beginning}*, although its configuration states {setting}")
     own = dict(stated.get("transformer_layer_config") or stated)

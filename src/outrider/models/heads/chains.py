@@ -40,7 +40,6 @@ LAYER_IDS = "eagle_aux_hidden_state_layer_ids"  # key of the features of an EAGL
 
 # The layout of DeepSeek and GLM, in the names of Qwen's.
 _NAMES = {"eh_proj": "fc", "enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "shared_head.norm": "norm"}
-_OF_TARGET = ("embed_tokens.", "shared_head.head.")  # copies of the target's weights
 _PROMISES = ("mtp_num_hidden_layers", "num_nextn_predict_layers", "num_mtp_layers")
 
 
@@ -224,7 +223,7 @@ def load_mtp(stored: Mapping[str, Tensor], prefix: str, name: str, target: LM) -
     tensors = {}
     for key, value in stored.items():
         key = key.removeprefix(prefix)
-        if key.startswith(_OF_TARGET):
+        if key.startswith(("embed_tokens.", "shared_head.head.")):  # copies of the target's weights
             continue
         if "mtp." not in prefix:
             part = next((old for old in _NAMES if key.startswith(f"{old}.")), None)
