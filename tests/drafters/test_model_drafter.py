@@ -41,6 +41,19 @@ def test_a_target_drafts_for_itself() -> None:
             load_drafter(decoder, name)
 
 
+def test_a_slot_is_used_again_as_far_as_its_window_reaches_back() -> None:
+    """What left the window before the shared part is computed again: a session used before drafts as a fresh one."""
+    decoder = embedded(acceptance="gumbel")
+    decoder = replace(decoder, drafter=load_drafter(decoder, "self:window=32"), num_draft_tokens=2)
+    long = torch.randint(200, 900, (120,), generator=torch.Generator().manual_seed(1)).tolist()
+    short, options = [*long[:18], 60, 61], {"max_new_tokens": 10, "temperature": 0.0, "ignore_eos": True}
+    with decoder.session(1) as fresh, decoder.session(1) as used:
+        used.generate([long], **options)
+        [want], [got] = (session.generate([short], **options) for session in (fresh, used))
+    assert got.num_cached_tokens and got.token_ids == want.token_ids
+    assert got.stats.draft_acceptance_rate == want.stats.draft_acceptance_rate > 0.5
+
+
 def test_q_is_that_of_an_uncached_forward() -> None:
     """One forward over the sequence and K-1 mask tokens, at every beginning of a round."""
     model = tiny_llama()

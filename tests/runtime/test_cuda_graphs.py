@@ -100,6 +100,11 @@ def _with_other_states(program: Any, call: Any) -> None:
     _after_replays(program, lambda: stores[-1].add_(1))
 
 
+def _with_lost_keys(program: Any, call: Any) -> None:
+    _, stores = call.args
+    _after_replays(program, lambda: [store.zero_() for store in stores[:2]])
+
+
 def _with_rounding(program: Any, call: Any) -> None:
     numbers = [one for one in cuda_graphs._tensors(program.results) if one.is_floating_point()]
     _after_replays(program, lambda: [one.mul_(1 + 1e-10) for one in numbers])
@@ -124,6 +129,7 @@ def _spoil(patch: pytest.MonkeyPatch, change: Callable[[Any, Any], None]) -> Non
         (_with_a_stale_result, False, "differs when captured: VerifyStep gives other logits"),
         (_failing, False, "cannot be captured here: IndexError: pop from empty list"),
         (_failing, True, "cannot be captured here: IndexError: pop from empty list"),
+        (_with_lost_keys, False, "differs when captured: VerifyStep gives other keys and values"),
         (_with_other_states, True, "differs when captured: (Verify|Advance)Step gives other states"),
     ],
 )
