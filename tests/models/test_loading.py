@@ -479,3 +479,17 @@ def test_a_known_family_needs_no_transformers(name: str, tmp_path: Path, monkeyp
     assert type(models[0]) is type(models[1]) and built == whole
     with torch.inference_mode():
         torch.testing.assert_close(*(model(_IDS).logits for model in models), rtol=0.0, atol=1e-5)
+
+
+def test_a_head_beside_a_tied_embedding(tmp_path: Path) -> None:
+    """A copy of the embedding is tied; any other matrix is the model's head, whatever its configuration states."""
+    folder = save(tmp_path, random_llama().float())
+    weights = load_file(folder / "model.safetensors")
+    embedding = weights["model.embed_tokens.weight"]
+    for head, is_planned in ((embedding.clone(), True), (embedding.flip(0), False)):
+        weights["lm_head.weight"] = head
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+        lm, want = outrider.load(folder).target, tf.AutoModelForCausalLM.from_pretrained(folder)
+        assert isinstance(lm.weights, PlannedModel) == is_planned == (lm.execution.name == "native")
+        with torch.inference_mode():
+            assert torch.equal(lm.model(_IDS).logits.argmax(-1), want(_IDS).logits.argmax(-1))

@@ -111,7 +111,7 @@ _DYNAMIC = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 500.0, "fa
         ("llama", {"hidden_act": "tanh"}, "there is no activation tanh"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True"),
         ("gemma3_text", {"attn_logit_softcapping": 2.0}, "its plan does not know attn_logit_softcapping=2.0"),
-        ("gemma4_text", {"use_bidirectional_attention": "all", "global_head_dim": 8}, "attention is bidirectional"),
+        ("gemma4_text", {"use_bidirectional_attention": "all", "global_head_dim": 8}, "is_causal=False"),
         ("qwen2", {"layer_types": ["chunked_attention"] * 3}, "does not know layers of chunked_attention"),
         ("llama", _DYNAMIC, "its rope depends on the length of the text"),
         ("phi3", FILES["phi3, longrope"].fields | {"head_dim": 8}, "its rope depends on the length of the text"),

@@ -292,9 +292,7 @@ VARIATIONS: dict[str, dict[str, Fields]] = {
         "one group, gelu": {"num_key_value_heads": 1, "attention_bias": True, "hidden_act": "gelu"},
         "five heads a group": {"num_attention_heads": 10, "head_dim": 20, "hidden_act": "relu2"} | _CUT_YARN,
     },
-    "mistral": {
-        "a window": {"sliding_window": 7} | _WIDE | _TIED | _MIXED  # layers that it does not read
-    },
+    "mistral": {"a window": {"sliding_window": 7} | _WIDE | _TIED},
     "qwen2": {"windows": _SLIDING | _TIED | {"max_window_layers": 1}},
     "qwen3": {"windows": _SLIDING | {"max_window_layers": 2, "attention_bias": True, "rms_norm_eps": 0.1}},
     "smollm3": {"no ropes": _SLIDING | _MIXED | _BIASES | _UNTIED | {"no_rope_layers": [0, 0, 1]}},

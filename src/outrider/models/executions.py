@@ -50,7 +50,11 @@ def native_lm(lm: LM) -> LM:
     if not isinstance(lm.backend, NativeForward):
         if lm.device.type != "cpu" or lm.dtype != torch.float32 or lm.num_shares > 1:
             raise NotPlanned(f"it computes in {lm.dtype} on {lm.device}, in {lm.num_shares} shares")
-        lm = lm.with_backend(NativeForward(lm.weights, plan_of(lm.weights.config)))
+        plan, weights = plan_of(lm.weights.config), lm.weights.state_dict(keep_vars=True)
+        head = weights.get("lm_head.weight")
+        if plan.lm_head.weight == plan.embedding and head is not None and head is not weights[plan.embedding]:
+            raise NotPlanned("its configuration ties its LM head, which is another matrix than its embedding")
+        lm = lm.with_backend(NativeForward(lm.weights, plan))
     return lm.with_execution(NativeExecution())
 
 

@@ -66,14 +66,20 @@ def planned_folder(spec: ModelSpec) -> Planned:
     opened: list[Any] = [safe_open(file, "pt") for file in files]
     places: dict[str, Any] = {name: one for one in opened for name in one.keys()}  # noqa: SIM118 - no dictionary
     names, shapes = weight_names(plan), {name: shape for file in files for name, shape in tensor_shapes(file).items()}
+
+    def tensor_of(name: str) -> Tensor:
+        return places[name].get_tensor(name)  # type: ignore[no-any-return]
+
     if missing := sorted(names - places.keys()):
         raise NotPlanned(f"its files have no {missing[0]}")
-    if others := sorted(places.keys() - names - {"lm_head.weight"}):  # whose copy some files have that tie it
-        raise NotPlanned(f"its plan does not know {others[0]}")
+    for other in sorted(places.keys() - names):  # some files have a copy of a tied head
+        one, tied = tensor_of(other), tensor_of(plan.embedding)
+        if other != "lm_head.weight" or one.dtype != tied.dtype or not torch.equal(one, tied):
+            raise NotPlanned(f"its plan does not know {other}")
     dtype, large = stored_type(types_of(files)), large_matrices(plan, shapes)
 
     def stored(name: str, empty: Callable[[Sequence[int], torch.dtype], Tensor]) -> tuple[NarrowWeight, list[RowCopy]]:
-        given, layout = places[name].get_tensor(name), large[name]
+        given, layout = tensor_of(name), large[name]
         rows = (given if layout is None else layout.rows(given)).to(dtype).contiguous()
         matrix = empty(rows.shape, dtype)
         return NarrowWeight(matrix, torch.float32, experts=layout), [RowCopy(rows, WEIGHT_TYPES[dtype], matrix)]
@@ -81,7 +87,7 @@ def planned_folder(spec: ModelSpec) -> Planned:
     sizes = {name: math.prod(shapes[name]) * (dtype.itemsize if name in large else 4) for name in sorted(names)}
     kept = {name: size for name, size in sizes.items() if name in large}
     others_of = {name: size for name, size in sizes.items() if name not in large}
-    weights = StoredWeights(kept, others_of, lambda name: places[name].get_tensor(name).float(), stored)
+    weights = StoredWeights(kept, others_of, lambda name: tensor_of(name).float(), stored)
     return _begun(spec, config, plan, weights, lambda: without_weights(plain_config(read_config(spec))))
 
 

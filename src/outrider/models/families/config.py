@@ -1,8 +1,7 @@
 """Configuration of a model: the fields of its config.json, in one form whatever release wrote the file.
 
-A GGUF file states the same fields under other names (models/gguf). Whoever reads a field that neither the file nor the
-model's family states gets an AttributeError: then Transformers' own configuration, which knows all defaults, completes
-the file.
+A GGUF file states the same fields under other names (models/gguf). A field that neither the file nor the model's family
+states raises AttributeError: then Transformers, whose configurations know all defaults, loads the model.
 """
 
 from __future__ import annotations
@@ -11,8 +10,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from outrider.models.families.family import Family
+from outrider.native.plan import NotPlanned
 
 _USUAL: dict[str, Any] = {"hidden_act": "silu", "tie_word_embeddings": False}
+_KINDS = {"tie_word_embeddings": bool} | dict.fromkeys(("hidden_size", "num_attention_heads", "vocab_size"), int)
 _NAMES_OF_EXPERTS = {"num_experts": "num_local_experts", "num_local_experts": "num_experts"}
 
 
@@ -32,6 +33,9 @@ class ModelConfig:
         for name, other in (_NAMES_OF_EXPERTS | {**family.aliases}).items():
             if name not in stated and other in fields:
                 fields[name] = fields[other]
+        for name, kind in _KINDS.items():
+            if not isinstance(fields.get(name), kind):
+                raise NotPlanned(f"it states {name} = {fields.get(name)!r:.40}")
         fields |= family.completed(fields)
         if fields.get("layer_types") is None:
             fields.pop("layer_types", None)
@@ -56,17 +60,23 @@ class ModelConfig:
 
 def _rope_parameters(fields: Mapping[str, Any], has_two: bool) -> dict[str, Any]:
     """Rope by the names of newer files; of each kind of layers in families with two ropes."""
-    stated = fields.get("rope_scaling") or fields.get("rope_parameters") or {}
+    scaling, stated = fields.get("rope_scaling"), fields.get("rope_parameters") or {}
     if not has_two:
-        return _one_rope(stated, fields, "rope_theta")
-    if not stated.keys() & {"full_attention", "sliding_attention"}:  # scaling is that of layers without a window
-        stated = {"full_attention": stated}
+        if any(isinstance(value, Mapping) for value in (scaling or stated).values()):
+            raise NotPlanned("it states several ropes")
+        return _one_rope(scaling or stated, fields, "rope_theta")
     thetas = {"full_attention": "rope_theta", "sliding_attention": "rope_local_base_freq"}
+    is_known = not stated.keys() - thetas.keys() and "original_max_position_embeddings" not in fields
+    if scaling:  # of layers without a window
+        is_known &= not stated and "rope_type" in scaling
+        stated = {"full_attention": scaling}
+    if not is_known:
+        raise NotPlanned("its plan does not know this form of two ropes")
     return {kind: _one_rope(stated.get(kind) or {}, fields, theta) for kind, theta in thetas.items()}
 
 
 def _one_rope(stated: Mapping[str, Any], fields: Mapping[str, Any], theta: str) -> dict[str, Any]:
-    rope: dict[str, Any] = {"rope_type": stated.get("type", "default"), "rope_theta": fields.get(theta) or 10_000.0}
+    rope: dict[str, Any] = {"rope_type": stated.get("type", "default"), "rope_theta": fields.get(theta, 10_000.0)}
     if (share := fields.get("partial_rotary_factor")) is not None:
         rope["partial_rotary_factor"] = share
     rope |= stated

@@ -12,7 +12,7 @@ from outrider.models.families.family import Family, Fields, periodic
 from outrider.models.gguf import keys
 from outrider.models.gguf.keys import Stated
 from outrider.models.gguf.tensors import LAYER_NORM, GgufForm, pairs_to_halves
-from outrider.native.plan import MatrixPlan
+from outrider.native.plan import MatrixPlan, NotPlanned
 
 BIASES = "attention_bias mlp_bias"
 NO_GROUPS: Fields = {"num_key_value_heads": None}
@@ -34,7 +34,14 @@ def llama_gguf(stated: Stated, *, is_partial: bool = False) -> Fields:
     return keys.decoder_fields(stated, is_partial=is_partial) | biases
 
 
-# Ministral 3
+# Mistral and Ministral 3
+
+
+def _mistral(fields: Fields) -> Fields:
+    """Raises NotPlanned: Transformers takes the model for a Ministral, whose windows are of some layers."""
+    if "layer_types" in fields:
+        raise NotPlanned("it states the kinds of layers")
+    return {}
 
 
 def _ministral3_attention(config: Any, at: str, i: int) -> Fields:
@@ -223,7 +230,7 @@ def _gpt2_gguf(stated: Stated) -> Fields:
 
 DECODERS = {
     "llama": Family(parts.like_llama(), BIASES, NO_GROUPS, gguf={"llama": GgufForm(llama_gguf, order=pairs_to_halves)}),
-    "mistral": Family(parts.like_llama(whole_window)),
+    "mistral": Family(parts.like_llama(whole_window), completed=_mistral),
     "ministral3": Family(
         parts.like_llama(_ministral3_attention),
         usual={**NO_WINDOW, "head_dim": 128},
@@ -274,7 +281,7 @@ DECODERS = {
         parts.like_llama(_olmo3_attention, norms_after, parts.ropes_of_kinds),
         BIASES,
         {**NO_GROUPS, "rope_theta": 500_000.0},
-        completed=lambda fields: {"rope_local_base_freq": fields["rope_theta"]},
+        completed=lambda fields: {"rope_local_base_freq": 500_000.0},
         layer_types=periodic("sliding_attention", 4),
         has_two_ropes=True,
     ),

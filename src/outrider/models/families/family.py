@@ -26,6 +26,13 @@ _COMMON = frozenset(
     "_num_labels output_router_logits router_aux_loss_coef router_jitter_noise".split()
 )
 
+# Flags of other models and of generation, which configurations state as false.
+OFF = frozenset(
+    "add_cross_attention do_sample early_stopping is_decoder output_scores remove_invalid_values "
+    "return_dict_in_generate rope_interleaved scale_attn_by_inverse_layer_idx tf_legacy_loss tie_encoder_decoder "
+    "torchscript use_bfloat16 use_bidirectional_attention use_mrope".split()
+)
+
 
 @dataclass(frozen=True)
 class Family:
@@ -33,15 +40,14 @@ class Family:
 
     plan: Callable[[Any], Plan] | None = None  # of a ``ModelConfig``; None: Transformers' code runs the family
     own: str = ""  # names of fields, beside those that all families have and those that are named below
-    # Values of fields that a file need not state, where they are not what follows from their absence:
-    usual: Mapping[str, Any] = field(default_factory=dict)
+    usual: Mapping[str, Any] = field(default_factory=dict)  # defaults of fields that a file may leave out
     aliases: Mapping[str, str] = field(default_factory=dict)  # name of a field -> that in the family's files
-    epsilon: str = "rms_norm_eps"  # field of that of norms
-    activation: str = "hidden_act"  # field of that of MLPs
+    epsilon: str = "rms_norm_eps"  # name of the field with the epsilon of norms
+    activation: str = "hidden_act"  # name of the field with the activation of MLPs
     completed: Callable[[Fields], Fields] = lambda fields: {}  # fields that follow from those that are stated
     layer_types: Callable[[Fields], list[str] | None] = lambda fields: None  # where a file need not state them
     has_two_ropes: bool = False  # for layers without and with a window
-    has_scaled_rope: bool = False  # usually, so that the file must state its rope
+    has_scaled_rope: bool = False  # by default: a file that states no rope has no plan
     gguf: Mapping[str, GgufForm] = field(default_factory=dict)  # by architecture
 
     @cached_property

@@ -255,6 +255,8 @@ GEMMAS = {
         parts.like_llama(layer=lambda c, at, i: parts.norms_of(c, at, 1.0), whole=_gemma_whole),
         _OWN,
         _USUAL | {"hidden_act": "gelu_pytorch_tanh"},  # files state both activations
+        # of the first files, whose models were trained with the other
+        completed=lambda f: {"hidden_act": "gelu_pytorch_tanh"} if f["hidden_act"] == "gelu" else {},
         gguf={"gemma": GgufForm(keys.decoder_fields, changes=FROM_ONE)},
     ),
     "gemma2": Family(

@@ -197,7 +197,7 @@ def _nemotron_h(config: Any) -> Plan:
 def _nemotron_h_layers(fields: Fields) -> Fields:
     """Layers of the pattern's letters. Raises NotPlanned: what Transformers takes without one is not known here."""
     kinds, pattern = fields.get("layers_block_type"), fields.get("hybrid_override_pattern")
-    if pattern is not None:
+    if kinds is None and pattern is not None:
         names = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
         kinds = [names[letter] for letter in pattern]
     if kinds is None:

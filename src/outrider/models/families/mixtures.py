@@ -127,7 +127,7 @@ MIXTURES = {
     ),
     "qwen3_moe": Family(
         parts.like_llama(lambda c, at, i: {**decoders.whole_window(c, at, i), **parts.head_norms(c, at)}, _qwen3_layer),
-        f"{_QWEN} attention_bias",
+        f"{_QWEN} {decoders.BIASES}",
         {"norm_topk_prob": False, "mlp_only_layers": (), "decoder_sparse_step": 1},
         completed=decoders.switched_window,
         gguf={"qwen3moe": GgufForm(_qwen3_gguf)},
@@ -151,7 +151,7 @@ MIXTURES = {
     ),
     "glm4_moe": Family(
         parts.like_llama(decoders.glm4_attention, _glm4_layer),
-        f"{_NUMBERS} attention_bias moe_intermediate_size norm_topk_prob n_shared_experts routed_scaling_factor "
+        f"{_NUMBERS} {decoders.BIASES} moe_intermediate_size norm_topk_prob n_shared_experts routed_scaling_factor "
         "n_group topk_group first_k_dense_replace use_qk_norm num_mtp_layers num_nextn_predict_layers",
         {"partial_rotary_factor": 0.5},
         {"num_local_experts": "n_routed_experts"},

@@ -45,8 +45,8 @@ def head_dim_of(config: Any) -> int:
 def window_of(config: Any, layer: int) -> int | None:
     """Window of a layer whose configuration states the kinds of layers. (Some families' code does not read these.)"""
     kind = config.layer_types[layer]
-    if kind == "sliding_attention":
-        return config.sliding_window  # type: ignore[no-any-return]
+    if kind == "sliding_attention" and config.sliding_window is not None:
+        return int(config.sliding_window)
     if kind != "full_attention":
         raise plans.NotPlanned(f"its plan does not know layers of {kind}")
     return None
@@ -56,7 +56,7 @@ def rope_of(config: Any, kind: str | None = None, *, head_dim: int = 0, is_inter
     """Rope of the layers; of a kind of layers, if the configuration states several ropes, with the ``head_dim`` of that
     kind; 0 for that of all."""
     stated = config.rope_parameters if kind is None else config.rope_parameters[kind]
-    # The share of a head that is rotated is part of scalings in the code of all families, without one of a few:
+    # Scaled ropes rotate a share of a head in the code of all families, default ropes in that of a few.
     if stated["rope_type"] == "default" and "partial_rotary_factor" not in config.family.known:
         stated = stated | {"partial_rotary_factor": None}
     width, context_len = head_dim or head_dim_of(config), config.max_position_embeddings

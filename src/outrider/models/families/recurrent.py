@@ -140,6 +140,10 @@ def _lfm2(config: Any) -> plan.Plan:
     return parts.decoder_of(config, layer, final_norm=parts.rms(config, "model.embedding_norm"))
 
 
+def _lfm2_tie(fields: Fields) -> Fields:
+    return {"tie_word_embeddings": fields.get("tie_embedding", fields["tie_word_embeddings"])}
+
+
 def _lfm2_gguf(stated: Stated) -> Fields:
     return {
         **keys.whole_fields(stated),
@@ -180,16 +184,19 @@ RECURRENT = {
     ),
     "lfm2": Family(
         _lfm2,
-        "conv_L_cache block_multiple_of block_ffn_dim_multiplier block_auto_adjust_ff_dim full_attn_idxs",
+        "conv_L_cache block_multiple_of block_ffn_dim_multiplier block_auto_adjust_ff_dim full_attn_idxs tie_embedding",
         _LFM2_USUAL,
         epsilon="norm_eps",
+        completed=_lfm2_tie,
         gguf={"lfm2": GgufForm(_lfm2_gguf, **_CONVOLUTION)},
     ),
     "lfm2_moe": Family(
         _lfm2,
-        "conv_L_cache moe_intermediate_size num_dense_layers num_experts_per_tok num_experts norm_topk_prob",
+        "conv_L_cache moe_intermediate_size num_dense_layers num_experts_per_tok num_experts norm_topk_prob "
+        "tie_embedding",
         _LFM2_USUAL | {"use_expert_bias": True, "routed_scaling_factor": 1.0},
         epsilon="norm_eps",
+        completed=_lfm2_tie,
         gguf={"lfm2moe": GgufForm(_lfm2_moe_gguf, **_CONVOLUTION)},
     ),
 }

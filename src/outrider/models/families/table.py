@@ -13,7 +13,7 @@ from typing import Any
 
 from outrider.models.families.config import ModelConfig
 from outrider.models.families.decoders import DECODERS
-from outrider.models.families.family import Family
+from outrider.models.families.family import OFF, Family
 from outrider.models.families.gemma import GEMMAS
 from outrider.models.families.granite import GRANITES
 from outrider.models.families.mamba import MAMBAS
@@ -35,11 +35,15 @@ def plan_of(config: Any) -> Plan:
     """Plan of a configuration, ours or Transformers'. Raises NotPlanned."""
     family, stated = _family_of(config.model_type), config.to_dict()
     for name, value in stated.items():
-        if name not in family.known and value not in (None, False) and _may_be_read(config, name):
+        if name not in family.known and not _is_off(name, value) and _may_be_read(config, name):
             raise NotPlanned(f"its plan does not know {name}={value!r}")
     with _planning():
         assert family.plan is not None
         return family.plan(config if isinstance(config, ModelConfig) else ModelConfig(stated, family))
+
+
+def _is_off(name: str, value: Any) -> bool:
+    return value is None or value is False and name in OFF
 
 
 def has_plan(config: Any) -> bool:
