@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,11 +16,12 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, normalizers, pre_tokenizers
 from tokenizers.models import WordPiece
 from tokenizers.processors import TemplateProcessing
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, GemmaTokenizer, PreTrainedTokenizerFast
 
 from outrider.errors import ModelCorrupt, ModelNotFound
 from outrider.models.reading import load_tokenizer
 from outrider.models.registry import ModelSpec
+from outrider.models.sampling_defaults import stated_end_ids
 from outrider.text.fast_tokenizer import ROLES, FastTokenizer
 from pairs import byte_level_tokenizer, embedded_tokenizer, metaspace_tokenizer, word_tokenizer, zoo
 
@@ -57,6 +59,8 @@ def _words() -> Tokenizer:
 
 
 BARE = {"tokenizer_class": "PreTrainedTokenizerFast"}
+ROLED = {"bos_token": "<s>", "eos_token": "th", "unk_token": "he", "pad_token": "in"}
+GEMMA = {f"{name}_token": f"<{name}>" for name in ("bos", "eos", "unk", "pad")} | {"tokenizer_class": "GemmaTokenizer"}
 CASES: dict[str, tuple[Callable[[], Tokenizer], dict[str, Any], dict[str, Any]]] = {
     "bare": (_words, BARE, {}),
     "roles": (_bytes, BARE | {"eos_token": "th", "bos_token": {"__type": "AddedToken", **SPECIAL}}, {}),
@@ -75,6 +79,12 @@ CASES: dict[str, tuple[Callable[[], Tokenizer], dict[str, Any], dict[str, Any]]]
     "named": (_words, BARE | {"extra_special_tokens": {"boi_token": "<image>"}, "pad_token": None}, {}),
     "named, saved": (_words, BARE | {"model_specific_special_tokens": {"image_token": "<image>"}}, {}),
     "prefix": (_bytes, BARE | {"add_prefix_space": False, "split_special_tokens": True, "eos_token": "<end>"}, {}),
+    "switches of a bare class": (_bert, BARE | {"do_lower_case": False, "strip_accents": False}, {}),
+    "prefix of a bare class": (_bytes, BARE | {"add_prefix_space": True}, {}),
+    "prefix, Llama": (_bytes, ROLED | {"tokenizer_class": "LlamaTokenizerFast", "add_prefix_space": True}, {}),
+    "prefix, GPT-2": (_bytes, ROLED | {"tokenizer_class": "GPT2Tokenizer", "add_prefix_space": True}, {}),
+    "roles of Cohere": (_bytes, ROLED | {"tokenizer_class": "CohereTokenizerFast"}, {}),
+    "roles of Gemma": (lambda: GemmaTokenizer().backend_tokenizer, GEMMA, {}),
     "former files": (
         _bytes,
         BARE | {"eos_token": "th"},
@@ -148,7 +158,10 @@ def _embedded_in_transformers() -> Any:
     return AutoTokenizer.from_pretrained(zoo("fable"))
 
 
-def test_the_cache_of_the_hub_is_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_of_the_hub_is_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without a network, files that the cache does not know are named; those that exist must be there."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     repository = tmp_path / "models--tiny--words"
@@ -157,6 +170,21 @@ def test_the_cache_of_the_hub_is_a_folder(tmp_path: Path, monkeypatch: pytest.Mo
     (repository / "refs" / "main").write_text("0" * 40)
     ours = load_tokenizer(ModelSpec("tiny", hub="tiny/words"))
     assert isinstance(ours, FastTokenizer) and ours.chat_template == {"default": "ü", "rag": "w3"}
+    lacking = ["special_tokens_map.json", "added_tokens.json"]
+    assert [record.args for record in caplog.records] == [("tiny/words", name) for name in lacking]
+    spec, name = ModelSpec("tiny", hub="tiny/words"), "generation_config.json"
+    assert spec.file("model.safetensors") is None and len(caplog.records) == 2
+    assert spec.file(name) is None and name in caplog.text
+    caplog.clear()
+    (marks := repository / ".no_exist" / ("0" * 40)).mkdir(parents=True)
+    for one in lacking:
+        (marks / one).touch()
+    load_tokenizer(spec)
+    listed = [SimpleNamespace(path=name)]
+    monkeypatch.setattr("huggingface_hub.get_cached_repo_tree", lambda *_, **__: listed)
+    assert spec.file("adapter_config.json") is None and not caplog.records
+    with pytest.raises(ModelNotFound, match=f"the file {name} of the hub model 'tiny/words' is not in the local cache"):
+        stated_end_ids(spec)
     with pytest.raises(ModelNotFound, match="the hub model 'tiny/other' cannot be fetched"):
         load_tokenizer(ModelSpec("tiny", hub="tiny/other"))
 

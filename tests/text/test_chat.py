@@ -82,6 +82,10 @@ def test_what_is_no_chat_and_what_no_template_reads_is_refused() -> None:
     for options, message in NOT_READ:
         with pytest.raises(OptionError, match=message):
             written(template, "w1", **options)
+    endless = "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}"
+    for failing in ("{{ 1 // 0 }}", "{{ 2.0**5000 }}", "{{ ''.encode('zz') }}", "{{ 'a' * 10**15 }}", endless):
+        with pytest.raises(PromptError, match="chat template does not accept these messages: .*[a-z]"):
+            written(failing, "w1")
 
 
 def test_an_assistant_may_refuse_or_say_nothing() -> None:

@@ -2,6 +2,7 @@
 
 import ast
 import enum
+import inspect
 from collections import UserDict
 from collections.abc import Iterator
 from pathlib import Path
@@ -157,6 +158,14 @@ def test_templates_are_chosen_by_name_and_tools() -> None:
                 options = {"tools": tools, "chat_template": own}
                 assert _result(ours, [USER], options) == _result(theirs, [USER], options), (template, options)
     assert ours.apply_chat_template([USER], chat_template="w1 w2").input_ids == [1, 2]
+
+
+def test_options_of_transformers_are_no_variables() -> None:
+    theirs, ours = _both("{{ max_length }}")
+    own, others = ({*inspect.signature(one.apply_chat_template).parameters} for one in (ours, theirs))
+    for name in others - own:
+        with pytest.raises(TypeError, match=name):
+            ours.apply_chat_template([USER], **{name: 1})
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
+import logging
 import os
 import tomllib
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,7 @@ _PLACED = ("dtype", "quantization", "device", "device_map", "max_memory", "tenso
 _TEXTS = ("path", "hub", "package", "file", "about", "family", "head_of", "gguf", *_PLACED)
 _KINDS = dict.fromkeys(_TEXTS, str) | dict.fromkeys(("tensor_parallel", *_SIZES), int) | {"is_chat": bool}
 _KNOWN = Path(__file__).parent / "known.toml"
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,16 +152,36 @@ class ModelSpec:
         return str(self.path) if self.path is not None else str(self.hub)
 
     def file(self, name: str) -> Path | None:
-        """A file of the folder or the hub repository, fetched if it is not on this disk; None if there is none."""
+        """A file of the folder, or of the hub repository (``hub_file``); None if there is none."""
         if self.path is not None:
             return path if (path := self.path / name).is_file() else None
-        from huggingface_hub import hf_hub_download
-        from huggingface_hub.errors import EntryNotFoundError
+        return hub_file(str(self.hub), name)
 
-        try:
-            return Path(hf_hub_download(str(self.hub), name))
-        except EntryNotFoundError:
-            return None
+
+def hub_file(hub: str, name: str, revision: str | None = None) -> Path | None:
+    """A file of a hub repository, fetched if it is not on this disk; None if there is none, or if neither the network
+    nor the cache tells. Raises ModelNotFound: there is one, by the cache's list of files."""
+    import huggingface_hub as library
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+
+    try:
+        return Path(library.hf_hub_download(hub, name, revision=revision))
+    except EntryNotFoundError as error:
+        is_sure = not isinstance(error, LocalEntryNotFoundError)  # which is raised without a network
+    cached = partial(library.try_to_load_from_cache, hub, revision=revision)
+    if is_sure or cached(name) is library._CACHED_NO_EXIST:
+        return None
+    try:
+        is_listed = name in [file.path for file in library.get_cached_repo_tree(hub, revision=revision)]
+    except Exception:  # files that were fetched one by one leave no list
+        is_listed = False
+        # Weights and configurations that lack are reported where they are loaded.
+        if "safetensors" not in name and isinstance(cached("config.json"), str):
+            _LOG.warning("%s is loaded without %s: it is not in the cache, and there is no network", hub, name)
+    if is_listed:
+        lacks = "is not in the local cache, and cannot be fetched: check the network"
+        raise ModelNotFound(f"the file {name} of the hub model {hub!r} {lacks}")
+    return None
 
 
 def user_file() -> Path:

@@ -101,8 +101,8 @@ def values_text(sampling: Mapping[str, Any]) -> str:
 
 
 def generation_config_file(spec: ModelSpec) -> Path | None:
-    """The file of a checkpoint, if it has one."""
-    with contextlib.suppress(Exception):  # of the hub: what is missing of the model is reported where it is loaded
+    """The file of a checkpoint, if it has one. Raises ModelNotFound: it cannot be fetched."""
+    with contextlib.suppress(OSError, ValueError):  # of the hub: a model that is missing is reported where it is loaded
         return None if spec.gguf is not None else spec.file("generation_config.json")
     return None
 

@@ -2,7 +2,7 @@
 
 ``tokenizer.json`` tells how a text becomes tokens, and how it begins and ends. ``tokenizer_config.json`` has the roles
 of tokens, further tokens, a few switches and the chat template. Transformers is asked for what these do not tell: roles
-that a class of its own has, and vocabularies in other files. Many of its classes take the vocabulary alone from
+that most classes have, and vocabularies in other files. Many of its classes take the vocabulary alone from
 ``tokenizer.json``, and build anew what cuts a text into words and joins tokens to a text; here the file counts.
 """
 
@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from outrider.models.registry import hub_file
 from outrider.text.fast_tokenizer import ROLES, FastTokenizer
 
 if TYPE_CHECKING:
@@ -22,11 +23,14 @@ if TYPE_CHECKING:
 
 _FILE, _TEMPLATES = "tokenizer.json", "additional_chat_templates"
 _FORMER = ("special_tokens_map.json", "added_tokens.json")  # of former releases
-_BESIDE = ("tokenizer_config.json", "chat_template.jinja", *_FORMER)
 _PARTS = ("model", "normalizer", "pre_tokenizer", "post_processor", "decoder")
+_BARE = ("PreTrainedTokenizer", "TokenizersBackend")  # classes that have what the files state, and no switches
+_PLAIN = ("LlamaTokenizer", "GPT2Tokenizer", "GPTNeoXTokenizer", "Qwen2Tokenizer", "Qwen3_5Tokenizer")
+# Classes of many models, and roles that they have beside ``_STATED``: other classes are asked.
+_FURTHER: dict[str, dict[str, str]] = {"GemmaTokenizer": {"mask_token": "<mask>"}, **dict.fromkeys(_PLAIN, {})}
 _STATED = {"bos_token", "eos_token", "unk_token", "pad_token"}  # roles of all classes of causal models
 _OTHERS = ("auto_map", "fix_mistral_regex", "fast_tokenizer_files")  # keys that Transformers alone understands
-# Keys of tokenizer_config.json, the part that they change, and its own key.
+# Keys of tokenizer_config.json, the part that they change in most classes, and its own key.
 _SWITCHES = {
     "add_prefix_space": ("pre_tokenizer", "add_prefix_space"),
     "do_lower_case": ("normalizer", "lowercase"),
@@ -46,10 +50,10 @@ def folder_tokenizer(path: Path | None, hub: str | None) -> Any:
     stated = _stated(folder)
     is_former = "added_tokens_decoder" not in stated and any((folder / name).is_file() for name in _FORMER)
     # Other classes have tokens for roles that the files do not state.
-    is_bare = stated.get("tokenizer_class") in ("PreTrainedTokenizerFast", "TokenizersBackend")
-    is_bare |= stated.keys() >= _STATED
+    kind = str(stated.get("tokenizer_class")).removesuffix("Fast")
+    is_bare = kind in _BARE or kind in _FURTHER and stated.keys() >= _STATED
     if is_bare and not is_former and not any(map(stated.get, _OTHERS)):
-        return _built(folder / _FILE, stated)
+        return _built(folder / _FILE, {**_FURTHER.get(kind, {}), **stated}, kind)
     by_class = _by_class(location)
     if not by_class.is_fast or any(map(stated.get, _OTHERS[1:])):
         return by_class
@@ -57,7 +61,7 @@ def folder_tokenizer(path: Path | None, hub: str | None) -> Any:
     added = {str(i): token.__getstate__() for i, token in by_class.added_tokens_decoder.items()}
     roles = {**dict.fromkeys(ROLES), **by_class.special_tokens_map}
     more = {"added_tokens_decoder": added, **stated, **roles, "extra_special_tokens": by_class.extra_special_tokens}
-    return _built(folder / _FILE, more)
+    return _built(folder / _FILE, more, type(by_class).__name__)
 
 
 def _by_class(location: str) -> Any:
@@ -78,20 +82,18 @@ def restate(theirs: Any, ours: Any) -> None:
 
 def _fetched(hub: str) -> Path | None:
     """Folder of a model's files in the cache of the hub, fetched if they are not there; None if the model has no
-    ``tokenizer.json``. Raises OSError."""
-    from huggingface_hub import HfApi, hf_hub_download
-    from huggingface_hub.errors import EntryNotFoundError
+    ``tokenizer.json``. Raises OSError, ModelNotFound."""
+    from huggingface_hub import HfApi
 
-    try:
-        folder = Path(hf_hub_download(hub, _FILE)).parent
-    except EntryNotFoundError:
+    if (file := hub_file(hub, _FILE)) is None:
         return None
-    names, commit = [*_BESIDE], folder.name
+    folder, commit = file.parent, file.parent.name
+    hub_file(hub, "tokenizer_config.json", commit)
+    names = ["chat_template.jinja", *(() if "added_tokens_decoder" in _stated(folder) else _FORMER)]
     with contextlib.suppress(Exception):  # none are there; or there is no network, and those in the cache count
         names += [entry.path for entry in HfApi().list_repo_tree(hub, _TEMPLATES, revision=commit)]
     for name in names:
-        with contextlib.suppress(EntryNotFoundError):
-            hf_hub_download(hub, name, revision=commit)
+        hub_file(hub, name, commit)
     return folder
 
 
@@ -108,11 +110,12 @@ def _stated(folder: Path) -> dict[str, Any]:
     return stated
 
 
-def _built(file: Path, stated: Mapping[str, Any]) -> FastTokenizer:
+def _built(file: Path, stated: Mapping[str, Any], kind: str) -> FastTokenizer:
     from tokenizers import Tokenizer
 
     backend = Tokenizer.from_file(str(file))
-    for key, (part, name) in _SWITCHES.items():
+    # Transformers loads files of LlamaTokenizer that have such a switch with a class that has none.
+    for key, (part, name) in () if kind in (*_BARE, "LlamaTokenizer") else _SWITCHES.items():
         own = getattr(backend, part)
         if stated.get(key) is not None and own is not None and name in json.loads(own.__getstate__()):
             setattr(own, name, stated[key])
@@ -126,7 +129,7 @@ def _built(file: Path, stated: Mapping[str, Any]) -> FastTokenizer:
     if isinstance(extra, Mapping):
         extra, roles = (), {**roles, **extra}
     roles = {name: value for name, value in roles.items() if isinstance(value, str | dict)}  # the others are switches
-    # Those stated beside the file come in the order of their ids; then special ones that are not there.
+    # Add the tokens of tokenizer_config.json in the order of their ids, then special tokens that neither file has.
     named, added = {*map(_text, roles.values())}, stated.get("added_tokens_decoder", {})
     tokens = [_token(added[i], _text(added[i]) in named) for i in sorted(added, key=int)]
     found = {token.content for token in (*tokens, *backend.get_added_tokens_decoder().values())}

@@ -162,7 +162,8 @@ def _text_of(tokenizer: Any, messages: Sequence[Mapping[str, Any]], options: Cha
     """Text that the template makes of these messages. Raises PromptError, OptionError."""
     from jinja2 import TemplateError
 
-    errors = TemplateError, TypeError, ValueError  # templates compute with the content of messages
+    # Templates compute with the content of messages.
+    errors = TemplateError, TypeError, ValueError, ArithmeticError, LookupError, RecursionError, MemoryError
     texts = [message.get("content") for message in messages]
     said = [(text or "").strip() for text in texts]
     of_users = [text for text, message in zip(said, messages, strict=True) if text and message["role"] == "user"]
@@ -190,7 +191,8 @@ def _text_of(tokenizer: Any, messages: Sequence[Mapping[str, Any]], options: Cha
         kwargs = _checked_kwargs(tokenizer, options)
         text = write(lambda content, _: content)
     except errors as error:
-        refusal = PromptError(f"the model's chat template does not accept these messages: {error}")
+        reason = str(error) or type(error).__name__
+        refusal = PromptError(f"the model's chat template does not accept these messages: {reason}")
     if refusal or not all(_found(of_users, text)):
         # Some templates accept lists of parts only, and skip plain text. Others change or shorten the text, and would
         # print a list as Python does.

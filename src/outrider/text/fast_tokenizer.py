@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 
 ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 """Names that tokens have in every tokenizer, though most have no token for some."""
+# Options of Transformers' ``apply_chat_template``, which are no variables of templates.
+_OPTIONS = {"padding", "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask"}
+_OPTIONS |= {"sanitize_control_tokens", "tokenizer_kwargs"}
 
 
 @final
@@ -130,10 +133,12 @@ class FastTokenizer:
         tokenize: bool = True,
         **kwargs: Any,
     ) -> Any:
-        """Text that the template makes of messages, or its tokens. Raises TemplateError, TypeError or ValueError, as
-        templates do."""
+        """Text that the template makes of messages, or its tokens. Raises TypeError: an option is no variable; or the
+        errors of ``templates.render``."""
         from outrider.text.templates import render
 
+        if options := _OPTIONS & kwargs.keys():
+            raise TypeError(f"{', '.join(sorted(options))}: chats become texts or lists of tokens, without options")
         text = render(
             self.get_chat_template(chat_template, tools),
             conversation,

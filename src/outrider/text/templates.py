@@ -37,7 +37,7 @@ def render(
     add_generation_prompt: bool = False,
     continue_final_message: bool = False,
 ) -> str:
-    """Text of a chat. Raises TemplateError, TypeError or ValueError: the template does not accept it."""
+    """Text of a chat. Raises TemplateError, or any error of Python's: the template does not accept it."""
     if not (read := [*map(_message, _plain(messages))]):
         raise ValueError("the chat has no messages")
     if continue_final_message and add_generation_prompt:
