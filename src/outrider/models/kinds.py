@@ -49,7 +49,7 @@ _COUNT = re.compile(
     r"|(inner|state|hidden|intermediate)_size|(block|head|dimension|expert|used|group|shared)_count(_\w+)?"
     r"|(embedding|feed_forward|key|value)_length(_\w+)?)$"
 )
-FAILURES = (TypeError, ValueError, ArithmeticError, RuntimeError, AttributeError, LookupError)
+FAILURES = (TypeError, ValueError, ArithmeticError, RuntimeError, AttributeError, LookupError, AssertionError)
 """Errors of modelling code that expects another configuration, or another cache."""
 
 
