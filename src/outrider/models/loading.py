@@ -16,6 +16,7 @@ from torch import nn
 
 from outrider.errors import DeviceError, ModelCorrupt, OptionError, TokenizerMismatch, UnsupportedModel
 from outrider.kernels.narrow_weight import NarrowWeight
+from outrider.kernels.row_copies import BackgroundCopies
 from outrider.models import cpu_weights, quantize
 from outrider.models.executions import choose_execution, native_lm
 from outrider.models.kinds import auto_class, building, check_kind, check_missing, check_unpickled, ids_of
@@ -36,7 +37,6 @@ from outrider.system.ranks import current_ranks, together
 from outrider.text.tokenizer import has_token, vocab_size
 
 if TYPE_CHECKING:
-    from outrider.kernels.row_copies import BackgroundCopies
     from outrider.models.gguf.file import GgufFile
 
 _LOG = logging.getLogger(__name__)
@@ -124,7 +124,7 @@ def _load_planned(job: _Job, file: GgufFile | None) -> tuple[NativeForward, Back
             stated = config.get("vocab_size"), config.get("hidden_size")
             if stated != (forward.vocab_size, forward.width) or not isinstance(context_len(model.config), int):
                 raise NotPlanned("its configuration states other sizes than its weights have")
-            return forward, copies
+            return forward, BackgroundCopies(copies)  # not before: a refused model would be in memory twice
     except NotPlanned as reason:
         _LOG.info("%s is loaded by Transformers: %s", job.name, reason)
         return None
@@ -227,7 +227,8 @@ def _load_share(job: _Job, config: Any, num_threads: int) -> Any:
 
 
 def _load_stored(config: Any, weights: cpu_weights.StoredWeights) -> Any:
-    tensors, copies = weights.begin()
+    tensors, stored = weights.made()
+    copies = BackgroundCopies(stored)
     model = cpu_weights.without_weights(quantize.plain_config(config))
     set_weights(model, tensors)
     model.tie_weights()
