@@ -60,6 +60,7 @@ def test_few_tokens_of_a_planned_model(tmp_path: Path) -> None:
         few = with_few_tokens(whole, chosen)
         assert isinstance(whole.weights, PlannedModel) and isinstance(few.weights, PlannedModel)
         _check(few, whole, chosen)
+        assert torch.equal(few.model.lm_head.weight, whole.model.lm_head.weight)
 
 
 def test_the_most_frequent_tokens(tmp_path: Path) -> None:

@@ -52,6 +52,7 @@ def test_all_ids_are_texts_again() -> None:
     [
         (_with(_GPT2, pre="nonsense"), UnsupportedModel, "tiny splits text by the rule 'nonsense'"),
         (_GPT2 | {"tokenizer.unheard": "of"}, UnsupportedModel, "tiny states tokenizer.unheard = 'of', which is not"),
+        (_with(_GPT2, add_bos_token="false"), ModelCorrupt, "tokenizer.ggml.add_bos_token = 'false', neither true nor"),
         (_with(_GPT2, tokens=["a", "b", "a"]), ModelCorrupt, "has 3 tokens, of which only 2 differ"),
         ({key: _GPT2[key] for key in _GPT2 if "merges" not in key}, ModelCorrupt, "states no tokenizer.ggml.merges"),
         (
@@ -70,9 +71,10 @@ def test_refusals_of_gguf_vocabulary(metadata: dict[str, Any], error: type[Outri
 def test_roles_of_tokens() -> None:
     ids = [f"tokenizer.ggml.{role}_token_id" for role in ("bos", "eos", "unknown")]
     bare = {key: value for key, value in _SCORES.items() if key not in ids}
-    tokenizer = gguf_tokenizer(bare, "tiny")
-    assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.unk_token) == ("<s>", "</s>", "<unk>")
-    assert tokenizer.pad_token is None
+    for metadata in (bare, _with(bare, unknown_token_id=-1)):
+        tokenizer = gguf_tokenizer(metadata, "tiny")
+        assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.unk_token) == ("<s>", "</s>", "<unk>")
+        assert tokenizer.pad_token is None
 
 
 def test_control_tokens_and_chat_templates() -> None:
@@ -93,7 +95,7 @@ def test_control_tokens_and_chat_templates() -> None:
         (["<|endoftext|>", "a", "<|im_end|>"], {"eos": 0}, {0, 2}),
         (["<|endoftext|>", "a", "<|im_end|>"], {}, {0, 2}),
         (["a", "<eos>", "<end_of_turn>"], {"eos": 1}, {1, 2}),
-        (["a", "b"], {"eos": 1, "eot": 7}, {1}),
+        (["a", "b"], {"eos": 1, "eot": 7, "eom": -1}, {1}),
         (["<|end|>", "<|return|>", "<|call|>"], {"eos": 1}, {1, 2}),  # Harmony: a channel's end
         (["<|end|>", "<|call|>", "<|flush|>"], {"eos": 2}, {1, 2}),
         (["</s>", "<turn|>", "<|tool_response>", "<eos>"], {"eos": 3}, {1, 2, 3}),
@@ -102,10 +104,13 @@ def test_control_tokens_and_chat_templates() -> None:
 )
 def test_gguf_end_tokens(tokens: list[str], stated: dict[str, int], ends: set[int]) -> None:
     keys: dict[str, Any] = {f"tokenizer.ggml.{key}_token_id": value for key, value in stated.items()}
-    found = end_ids({"tokenizer.ggml.tokens": tokens, **keys}, stated.get("eos"))
+    found = end_ids({"tokenizer.ggml.tokens": tokens, **keys}, stated.get("eos"), "tiny")
     assert set(found) == ends and len(found) == len(ends)
     if "eos" in stated:
         assert found[0] == stated["eos"]
+    for key, wrong in (("eot_token_id", "x"), ("fim_pad_token_id", 2.5), ("eos_token_ids", ["a"])):
+        with pytest.raises(ModelCorrupt, match=f"tiny states tokenizer.ggml.{key} = "):
+            end_ids({"tokenizer.ggml.tokens": tokens, f"tokenizer.ggml.{key}": wrong}, None, "tiny")
 
 
 def test_texts_end_at_each(tmp_path: Path) -> None:

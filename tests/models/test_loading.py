@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -47,6 +48,7 @@ from outrider.models.placement import pick_device
 from outrider.models.registry import ModelSpec, resolve
 from outrider.models.sampling_defaults import StatedSampling, stated_sampling
 from outrider.models.weights import weights_checksum
+from outrider.native.plan import NotPlanned
 from outrider.native.planned_model import PlannedModel
 from outrider.options import Sampling
 from outrider.serve.about import fingerprint_of
@@ -56,7 +58,7 @@ from toys import as_lm, random_model, tiny_llama
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    return save(tmp_path / "model", random_llama())
+    return save(tmp_path / "model", random_llama().float())
 
 
 def refusal(folder: str | Path, kind: type[ModelError]) -> str:
@@ -71,7 +73,7 @@ def test_a_folder_is_loaded_in_the_dtype_that_is_asked_for(folder: Path, tmp_pat
     decoder = outrider.load(str(folder), dtype="float64")
     assert decoder.eos_ids == {NUM_WORDS - 1} and decoder.target.context_len == 64
     assert decoder.target.name == str(folder) and not decoder.target.model.training
-    in_memory = outrider.load(random_llama(), tokenizer=word_tokenizer())
+    in_memory = outrider.load(random_llama().float().double(), tokenizer=word_tokenizer())
     options: dict[str, Any] = {"seed": 1, "max_new_tokens": 20}
     assert decoder.generate("w1 w2", **options)[0].text == in_memory.generate("w1 w2", **options)[0].text
     assert outrider.load("fable", device="cpu").target.dtype == torch.float32  # of a checkpoint in bfloat16
@@ -117,6 +119,11 @@ DAMAGED: dict[str, tuple[str, Any, str]] = {
     "a broken tokenizer": ("tokenizer.json", "{}", "tokenizer"),
     "a broken config": ("config.json", '{"model_type": "llama",', "JSON"),
     "a config of nonsense": ("config.json", {"hidden_size": "large"}, "hidden_size"),
+    "a config that is a list": ("config.json", "[]", "config.json: not a JSON object"),
+    "a config with a part of nonsense": ("config.json", {"text_config": {}}, "the model of"),
+    "a text for a list": ("config.json", {"architectures": "LlamaForCausalLM"}, "architectures = 'LlamaForCausalLM'"),
+    "no chat template": ("tokenizer_config.json", {"chat_template": 5}, "has the chat template 5, which is no text"),
+    "an empty file": ("model.safetensors", "", "header too small"),
     "another task": ("config.json", {"architectures": ["BertForMaskedLM"]}, "is not a causal language model"),
     "a quantization": ("config.json", {"quantization_config": {"quant_method": "martian"}}, "martian"),
 }
@@ -149,6 +156,37 @@ def test_load_refuses_damaged_folders(folder: Path, damage: str) -> None:
     name, content, message = DAMAGED[damage]
     _alter(folder / name, content)
     assert message in refusal(folder, ModelCorrupt)
+
+
+@pytest.mark.parametrize("name", ["generation_config.json", "config.json"])
+@pytest.mark.parametrize("value", ["3", 2.5, [[1]], {"a": 1}, True])
+def test_load_refuses_ends_that_are_no_ids(folder: Path, name: str, value: Any) -> None:
+    (folder / "generation_config.json").unlink()
+    _alter(folder / name, {"eos_token_id": value})
+    assert f"states eos_token_id = {value!r}, which is no token id" in refusal(folder, ModelCorrupt)
+
+
+def test_load_refuses_weights_under_other_names(folder: Path) -> None:
+    (folder / "other.safetensors").symlink_to(folder / "nowhere")
+    outrider.load(folder)
+    (folder / "model.safetensors").rename(folder / "draft.safetensors")
+    assert "no file named model.safetensors" in refusal(folder, ModelCorrupt)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {_UP: "gone.safetensors"}}))
+    assert "gone.safetensors is not there" in refusal(folder, ModelCorrupt)
+
+
+def test_an_adapter_beside_a_model_of_the_hub(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cache has only the files that were asked for."""
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda _, name: shutil.copy(folder / name, tmp_path))
+    _alter(folder / "adapter_config.json", {})
+    with pytest.raises(UnsupportedModel, match="org/model is a PEFT adapter of its base, or has one beside it"):
+        outrider.load("org/model")
+
+
+def test_a_refused_plan_is_not_filled(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("outrider.models.loading.NativeForward", Mock(side_effect=NotPlanned("no")))
+    monkeypatch.setattr("outrider.models.loading.BackgroundCopies", pytest.fail)
+    assert not isinstance(outrider.load(folder).target.weights, PlannedModel)
 
 
 @pytest.mark.parametrize("kind", NOT_ALONE)
@@ -477,8 +515,13 @@ def test_a_known_family_needs_no_transformers(name: str, tmp_path: Path, monkeyp
     models: list[Any] = [ours.model, theirs.model]
     built, whole = ({**model.config.to_dict(), "_name_or_path": ""} for model in models)
     assert type(models[0]) is type(models[1]) and built == whole
+    ties = [model.get_output_embeddings().weight is model.get_input_embeddings().weight for model in models]
+    assert ties == [name != "float32"] * 2
     with torch.inference_mode():
         torch.testing.assert_close(*(model(_IDS).logits for model in models), rtol=0.0, atol=1e-5)
+    checksum, stored = weights_checksum(ours.weights), file if name == "gguf" else file / "model.safetensors"
+    stored.write_bytes(bytes(stored.stat().st_size))
+    assert weights_checksum(ours.weights) == checksum  # they are in memory
 
 
 def test_a_head_beside_a_tied_embedding(tmp_path: Path) -> None:

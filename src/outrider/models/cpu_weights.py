@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from outrider.kernels.library import library
 from outrider.kernels.narrow_weight import ExpertLayout, NarrowWeight
-from outrider.kernels.row_copies import BackgroundCopies, RowCopy
+from outrider.kernels.row_copies import RowCopy
 from outrider.models.families.table import has_plan
 from outrider.models.kinds import INDEX, WHOLE
 from outrider.models.memory import indexed_files, skeleton, types_of, weight_files
@@ -38,11 +38,7 @@ def kept_type(
         return torch.float32
     if stated is not None and spec.path is None:
         return stated if stated in HALVES.values() else torch.float32
-    return stored_type(types_of(files_of(spec)))
-
-
-def stored_type(types: Set[str]) -> torch.dtype:
-    """Type in which large matrices stay in memory, if files have these types; all are lossless."""
+    types = types_of(files_of(spec))
     return HALVES.get(next(iter(types)), torch.float32) if len(types) == 1 else torch.float32
 
 
@@ -170,7 +166,7 @@ class StoredWeights(NamedTuple):
         kept: bytes of the matrices that stay in blocks, or are of 16 bits.
         others: bytes of the other weights.
         read: reads one of the others, in float32.
-        stored: makes a matrix that stays, in memory that the second argument makes, and the copies that fill this.
+        stored: allocates a matrix with the second argument; returns the matrix and the copies that will fill it.
         has_blocks: whether a matrix stays in blocks.
     """
 
@@ -184,10 +180,10 @@ class StoredWeights(NamedTuple):
     def num_bytes(self) -> int:
         return sum(self.kept.values()) + sum(self.others.values())
 
-    def begin(self) -> tuple[dict[str, Tensor], BackgroundCopies]:
-        """All weights. The matrices that stay, in huge pages, are filled while the caller goes on."""
+    def made(self) -> tuple[dict[str, Tensor], list[RowCopy]]:
+        """All weights, and the copies that will fill the matrices that stay, in huge pages."""
         room = Room(self.kept.values())
         made = {name: self.stored(name, room.empty) for name in self.kept}
-        copies = BackgroundCopies([copy for _, parts in made.values() for copy in parts])
         weights: dict[str, Tensor] = {name: weight for name, (weight, _) in made.items()}
-        return weights | {name: self.read(name) for name in self.others}, copies
+        weights |= {name: self.read(name) for name in self.others}
+        return weights, [copy for _, copies in made.values() for copy in copies]

@@ -7,15 +7,15 @@ PyTorch's restricted unpickler reads them (``weights_only``).
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from outrider.errors import ModelCorrupt, ModelError, UnsupportedModel, reason_of
+from outrider.errors import FileError, ModelCorrupt, ModelError, UnsupportedModel, reason_of
 from outrider.models.registry import ModelSpec
+from outrider.system.files import parse_row, read_text
 from outrider.system.resources import memory_errors
 
 # Attention that position-based masks describe, states, and layers without a cache.
@@ -53,6 +53,14 @@ FAILURES = (TypeError, ValueError, ArithmeticError, RuntimeError, AttributeError
 """Errors of modelling code that expects another configuration, or another cache."""
 
 
+def read_object(file: Path) -> dict[str, Any]:
+    """JSON object in a file of a checkpoint. Raises ModelCorrupt."""
+    try:
+        return parse_row(str(file), read_text(file))
+    except FileError as error:
+        raise ModelCorrupt(f"{error}: download the file again") from None
+
+
 def check_counts(name: str, stated: Any, field: str = "") -> None:
     """Refuse a count or a size that no model has, in the document of a file or in the value of a field. (Zeros may have
     a meaning.) Raises ModelCorrupt, which names the field."""
@@ -64,6 +72,14 @@ def check_counts(name: str, stated: Any, field: str = "") -> None:
             check_counts(name, value, field)
     elif isinstance(stated, int | float) and _COUNT.search(field) and not 0 <= stated <= 2**24:
         raise ModelCorrupt(f"{name} states {field} = {stated}, which no model has: the file is damaged")
+
+
+def ids_of(name: str, stated: Any, field: str = "eos_token_id") -> list[int]:
+    """Ids of tokens in a field that may have none, one, or a list. Raises ModelCorrupt, which names the field."""
+    ids = [] if stated is None else [*stated] if isinstance(stated, list | tuple) else [stated]
+    if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+        raise ModelCorrupt(f"{name} states {field} = {stated!r:.60}, which is no token id or list of ids: correct it")
+    return ids
 
 
 @contextmanager
@@ -85,7 +101,8 @@ def building(told: str, config: Any | None = None, kind: type[ModelError] = Mode
 
 def odd_numbers(config: Any | None) -> str:
     """Numbers of a configuration that may have led to an error, in words; empty if there are none."""
-    stated = {} if config is None else config.get_text_config(decoder=True).to_dict()
+    # A part of a damaged configuration may be a dictionary.
+    stated: dict[str, Any] = {} if config is None else getattr(config.get_text_config(decoder=True), "to_dict", dict)()
     numbers = {key: value for key, value in stated.items() if type(value) in (int, float) and not key.endswith("_id")}
     odd = [f"{key} = {one}" for key, one in numbers.items() if one == 0 and type(one) is int or not 0 <= one < 2**31]
     return f"; its configuration has {', '.join(odd)}" if odd else ""
@@ -96,7 +113,7 @@ def check_adapter(name: str, file: Path | None) -> None:
     with its base. Raises UnsupportedModel."""
     if file is None:
         return
-    base = json.loads(file.read_text(encoding="utf-8")).get("base_model_name_or_path") or "its base"
+    base = read_object(file).get("base_model_name_or_path") or "its base"
     raise UnsupportedModel(
         f"{name} is a PEFT adapter of {base}, or has one beside it: merge it (PEFT's merge_and_unload), save the model "
         f"and give that, or the model without {ADAPTER_CONFIG}"
@@ -118,7 +135,7 @@ def head_named(stated: Mapping[str, Any]) -> str | None:
         return None
     names = [*(stated.get("architectures") or []), stated.get("model_type"), stated.get("speculators_model_type")]
     names += [field for field in _FIELDS_OF_HEADS if stated.get(field) is not None]
-    words = " ".join(filter(None, names)).lower()
+    words = " ".join(map(str, names)).lower()
     return next((thing for word, thing in _HEADS.items() if word in words), None)
 
 
@@ -152,6 +169,8 @@ def auto_class(name: str, config: Any) -> Any:
 def check_task(name: str, config: Any) -> None:
     """Refuse a model that does not continue text, by its configuration."""
     architectures = config.architectures or []
+    if not isinstance(architectures, list) or not all(isinstance(one, str) for one in architectures):
+        raise ModelCorrupt(f"{name}: its config.json states architectures = {architectures!r:.60}, no list of names")
     if config.is_encoder_decoder:
         kind = f"an encoder-decoder model ({config.model_type})"
         raise UnsupportedModel(f"{name} is {kind}: only causal language models work")

@@ -16,9 +16,10 @@ from torch import nn
 
 from outrider.errors import DeviceError, ModelCorrupt, OptionError, TokenizerMismatch, UnsupportedModel
 from outrider.kernels.narrow_weight import NarrowWeight
+from outrider.kernels.row_copies import BackgroundCopies
 from outrider.models import cpu_weights, quantize
 from outrider.models.executions import choose_execution, native_lm
-from outrider.models.kinds import auto_class, building, check_kind, check_missing, check_unpickled
+from outrider.models.kinds import auto_class, building, check_kind, check_missing, check_unpickled, ids_of
 from outrider.models.memory import check_fits, skeleton, stored_bytes, weights_bytes
 from outrider.models.placement import DTYPES, check_shares, device_map_of, max_memory_of, num_shares, pick_device
 from outrider.models.quantize import picks_outliers
@@ -36,7 +37,6 @@ from outrider.system.ranks import current_ranks, together
 from outrider.text.tokenizer import has_token, vocab_size
 
 if TYPE_CHECKING:
-    from outrider.kernels.row_copies import BackgroundCopies
     from outrider.models.gguf.file import GgufFile
 
 _LOG = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ class Checkpoint:
     """A model and its tokenizer, its processor if it takes images, and how it is to run.
 
     Attributes:
-        model: of Transformers, or a planned model; this has a ``forward``.
+        model: a model of Transformers, or a PlannedModel; only a PlannedModel has ``forward``.
         execution: one of EXECUTIONS (registry.py); eager for a model in memory, which may be changed.
         file: the GGUF file.
         end_ids: tokens that end a text, as the files state them; None to look into ``model``.
@@ -68,8 +68,8 @@ class Checkpoint:
     def eos_ids(self) -> frozenset[int]:
         stated = (getattr(one, "eos_token_id", None) for one in (self.model.config, self.tokenizer))
         own = getattr(getattr(self.model, "generation_config", None), "eos_token_id", None)
-        ids = next((ids for ids in (self.end_ids, own, *stated) if ids is not None), ())
-        return frozenset([ids] if isinstance(ids, int) else ids)
+        ids = next((ids for ids in (self.end_ids, own, *stated) if ids is not None), None)
+        return frozenset(ids_of(self.name, ids))
 
 
 def load_checkpoint(spec: ModelSpec, placement: Placement = _ANYWHERE, *, is_target: bool = False) -> Checkpoint:
@@ -93,7 +93,7 @@ def load_checkpoint(spec: ModelSpec, placement: Placement = _ANYWHERE, *, is_tar
     if file is not None:
         from outrider.models.gguf.vocabulary import end_ids as end_ids_of
 
-        end_ids = end_ids_of(file.metadata, tokenizer.eos_token_id)
+        end_ids = end_ids_of(file.metadata, tokenizer.eos_token_id, job.name)
     elif forward is not None:
         end_ids = stated_end_ids(spec)
     reads_images = is_target and file is None and forward is None and takes_images(model)
@@ -124,7 +124,7 @@ def _load_planned(job: _Job, file: GgufFile | None) -> tuple[NativeForward, Back
             stated = config.get("vocab_size"), config.get("hidden_size")
             if stated != (forward.vocab_size, forward.width) or not isinstance(context_len(model.config), int):
                 raise NotPlanned("its configuration states other sizes than its weights have")
-            return forward, copies
+            return forward, BackgroundCopies(copies)  # not before: a refused model would be in memory twice
     except NotPlanned as reason:
         _LOG.info("%s is loaded by Transformers: %s", job.name, reason)
         return None
@@ -227,7 +227,8 @@ def _load_share(job: _Job, config: Any, num_threads: int) -> Any:
 
 
 def _load_stored(config: Any, weights: cpu_weights.StoredWeights) -> Any:
-    tensors, copies = weights.begin()
+    tensors, stored = weights.made()
+    copies = BackgroundCopies(stored)
     model = cpu_weights.without_weights(quantize.plain_config(config))
     set_weights(model, tensors)
     model.tie_weights()

@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from outrider.errors import DeviceError
-from outrider.models.kinds import INDEX, WHOLE, auto_class
+from outrider.errors import DeviceError, ModelCorrupt, OutriderError
+from outrider.models.kinds import INDEX, WHOLE, auto_class, read_object
 from outrider.models.registry import BYTES_PER_NUMBER, ModelSpec
 from outrider.system.resources import available_bytes, size_text
 
@@ -43,22 +43,25 @@ def sizes_of(spec: ModelSpec) -> Sizes | None:
         shapes = [shape for file in weight_files(spec.path) for shape in tensor_shapes(file).values()]
         context_len = config.get("max_position_embeddings") or config.get("n_positions")
         return Sizes(sum(map(math.prod, shapes)), context_len) if shapes else None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OutriderError, OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Weight files that Transformers loads, as far as they exist. Some folders hold the weights twice: in another type,
-    or for other programs. Raises OSError, ValueError, KeyError: their index is damaged."""
+    """Weight files that Transformers loads. Some folders hold the weights twice: in another type, or for other
+    programs. Raises ModelCorrupt, KeyError: their index is damaged, or names a file that is not there."""
     if (folder / WHOLE).exists():
         return [folder / WHOLE]
     if (folder / INDEX).exists():
-        return [path for name in indexed_files(folder / INDEX) if (path := folder / name).exists()]
-    return sorted(folder.glob("*.safetensors"))
+        files = [folder / name for name in indexed_files(folder / INDEX)]
+        if missing := [file for file in files if not file.exists()]:
+            raise ModelCorrupt(f"{missing[0]} is not there, but {INDEX} names it: download the model again")
+        return files
+    return []
 
 
 def indexed_files(index: Path) -> list[str]:
-    return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    return sorted(set(read_object(index)["weight_map"].values()))
 
 
 def types_of(files: list[Path]) -> set[str]:
@@ -75,8 +78,8 @@ def _tensors(file: Path) -> dict[str, dict[str, Any]]:
     """Tensors of a safetensors file, from its header: 8 bytes of length, then JSON."""
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
-        if length > file.stat().st_size:
-            raise ValueError(f"{file} is damaged")
+        if not 0 < length < file.stat().st_size:
+            raise ValueError(f"{file} is cut or damaged: download it again")
         header = json.loads(stream.read(length))
     return {name: tensor for name, tensor in header.items() if name != "__metadata__"}
 

@@ -65,11 +65,16 @@ def load_tokenizer(spec: ModelSpec, file: GgufFile | None = None) -> Any:
     ModelCorrupt, UnsupportedModel."""
     with reading(spec, "tokenizer"):
         if spec.gguf is None:
-            return folder_tokenizer(spec.path, spec.hub)
-        from outrider.models.gguf.checkpoint import gguf_file
-        from outrider.models.gguf.vocabulary import gguf_tokenizer
+            tokenizer = folder_tokenizer(spec.path, spec.hub)
+        else:
+            from outrider.models.gguf.checkpoint import gguf_file
+            from outrider.models.gguf.vocabulary import gguf_tokenizer
 
-        return gguf_tokenizer((file or gguf_file(spec)).metadata, spec.name)
+            tokenizer = gguf_tokenizer((file or gguf_file(spec)).metadata, spec.name)
+        own = tokenizer.chat_template or ""
+        if not all(isinstance(one, str) for one in (own.values() if isinstance(own, dict) else [own])):
+            raise ModelCorrupt(f"{spec.name} has the chat template {own!r:.60}, which is no text: correct the file")
+        return tokenizer
 
 
 @contextlib.contextmanager
@@ -79,7 +84,8 @@ def reading(spec: ModelSpec, what: str, config: Any | None = None) -> Iterator[N
 
     weights = [] if spec.path is None else spec.path.glob(spec.gguf or "*.safetensors")
     where = spec.location if spec.gguf is None else f"{spec.location}/{spec.gguf}"
-    is_quiet = spec.path is not None and sum(file.stat().st_size for file in weights) < 2**30
+    # A link may lead nowhere.
+    is_quiet = spec.path is not None and sum(file.stat().st_size for file in weights if file.is_file()) < 2**30
     try:
         # Libraries that quantize, whose warnings (kernels for other devices, deprecated calls) are nothing for users:
         for noisy in ("torchao", "torch.utils._pytree", "bitsandbytes"):

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from outrider.errors import FileError, OptionError, OutriderError
+from outrider.models.kinds import ids_of, read_object
 from outrider.models.registry import ModelSpec
 from outrider.options import Sampling
 from outrider.system.files import read_text
@@ -87,13 +88,11 @@ def stated_sampling(spec: ModelSpec, choice: str = "auto", file: GgufFile | None
 
 
 def stated_end_ids(spec: ModelSpec) -> Any:
-    """``eos_token_id`` of a checkpoint's generation_config.json; None if it states none. Raises FileError."""
-    if (file := generation_config_file(spec)) is None:
-        return None
-    try:
-        return json.loads(read_text(file)).get("eos_token_id")
-    except (ValueError, AttributeError) as error:
-        raise FileError(f"{file}: {error}") from None
+    """``eos_token_id`` of a checkpoint's generation_config.json; None if it states none. Raises ModelCorrupt."""
+    file = generation_config_file(spec)
+    stated = None if file is None else read_object(file).get("eos_token_id")
+    ids_of(str(file), stated)
+    return stated
 
 
 def values_text(sampling: Mapping[str, Any]) -> str:

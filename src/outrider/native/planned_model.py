@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from typing import Any
@@ -19,6 +20,7 @@ class PlannedModel:
         """Take the configuration that the files state; weights and stored buffers by name, shared ones once; and the
         function that builds the model in Transformers' code, without weights."""
         self.config, self.plan, self.tensors, self._build = config, plan, dict(tensors), build
+        self._of_module = self.state_dict()
 
     def parameters(self) -> Iterable[Tensor]:
         return self.tensors.values()
@@ -32,13 +34,15 @@ class PlannedModel:
         return self.tensors | ({"lm_head.weight": self.tensors[self.plan.embedding]} if is_tied else {})
 
     def with_tensors(self, plan: Plan, changed: Mapping[str, Tensor]) -> PlannedModel:
-        """This model with other weights under some names, and their plan; it shares all else."""
-        return PlannedModel(self.config, plan, self.tensors | dict(changed), self._build)
+        """This model with other weights under some names, and their plan; it shares all else, and the ``module``."""
+        other = copy.copy(self)
+        other.plan, other.tensors = plan, self.tensors | dict(changed)
+        return other
 
     @cached_property
     def module(self) -> Any:
         """The model in Transformers' code, over the same weights: for heads, training, and the probe."""
         model: Any = self._build()
-        missing = set_weights(model, self.state_dict())
+        missing = set_weights(model, self._of_module)
         assert not missing, missing
         return model.eval()

@@ -83,12 +83,13 @@ def set_weights(model: Any, weights: Mapping[str, Tensor]) -> list[str]:
     names or several. Returns the names of those that are missing. Raises ValueError: a shape does not fit."""
     places = model.state_dict(keep_vars=True)
     new: dict[Tensor, nn.Parameter] = {}
+    made: dict[int, nn.Parameter] = {}  # one for each weight, whose names may be those of several places
     for name in weights.keys() & places.keys():
         place, weight = places[name], weights[name]
         if weight.shape != place.shape:
             raise ValueError(f"the shape of {name} does not fit its configuration")
         if isinstance(place, nn.Parameter):
-            new[place] = _parameter(weight)
+            new[place] = made.setdefault(id(weight), _parameter(weight))
         else:
             place.data = weight.detach()
     for module in model.modules():

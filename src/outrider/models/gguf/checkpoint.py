@@ -143,8 +143,8 @@ class Source:
         )
 
     def stays(self, layout: ExpertLayout | None = None) -> bool:
-        """Whether products read it as it is stored: in one form, whose rows are whole. A layout of transposed matrices
-        does what else ``change`` does."""
+        """Whether products read it as it is stored: in one form, whose rows are whole. For transposed experts the
+        layout already undoes ``change``."""
         kinds, is_changed = {one.kind for one in self.tensors}, self.change is not None
         is_laid_out = layout is not None and layout.num_parts is not None
         return is_changed == is_laid_out and len(kinds) == 1 and kinds <= BLOCK_TYPES.keys() | _HALVES.keys()

@@ -71,7 +71,7 @@ class StoredTensor(NamedTuple):
         # Without the package gguf, which takes a while to import:
         if self.kind in BLOCK_TYPES and library() is not None:
             form, rows = BLOCK_TYPES[self.kind], torch.from_numpy(self.raw()).flatten(0, -2)
-            interleaved, num_threads = torch.empty_like(rows), 1  # others copy large matrices meanwhile
+            interleaved, num_threads = torch.empty_like(rows), torch.get_num_threads()
             copy_rows([RowCopy(rows, form.number, interleaved)], num_threads)
             places, width = torch.arange(len(rows)), self.shape[-1]
             return dequantize_rows(interleaved, places, form.number, width, num_threads).view(self.shape)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from outrider.errors import ModelCorrupt, UnsupportedModel
 from outrider.kernels.narrow_weight import ExpertLayout
+from outrider.kernels.row_copies import copy_rows
 from outrider.models.cpu_weights import is_large
 from outrider.models.families.gemma import ASSISTANT
 from outrider.models.gguf.checkpoint import Source, gguf_file, stored_weights
@@ -137,8 +138,8 @@ def _read(sources: Mapping[str, Source], head: str, num_digits: int | None) -> d
     """Tensors, large matrices in their blocks unless ``num_digits`` is None."""
     large = {key: one.shape for key, one in sources.items() if num_digits is not None and is_large(one.shape)}
     layouts = {key: ExpertLayout(shape[0]) if len(shape) == 3 else None for key, shape in large.items()}
-    tensors, copies = stored_weights(sources, layouts, head, num_digits or 0).begin()
-    copies.wait()
+    tensors, copies = stored_weights(sources, layouts, head, num_digits or 0).made()
+    copy_rows(copies, torch.get_num_threads())
     return tensors
 
 

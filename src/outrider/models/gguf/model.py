@@ -25,8 +25,7 @@ class StatedModel(NamedTuple):
     fields: dict[str, Any]  # of the config.json that would state the same
     form: GgufForm
     mtp: frozenset[str]  # names of the tensors of a head for later tokens, whose layers follow those of the model
-    # Names of tensors that are no parameters of the model: these, and those that are part of its configuration or have
-    # no effect:
+    # Tensors that are no parameters: MTP, image encoders, and tensors read into the configuration or without effect:
     others: frozenset[str]
 
 
@@ -85,7 +84,7 @@ def config_fields(stated: Stated, form: GgufForm, epsilon: str = "rms_norm_eps")
         "max_position_embeddings": stated.take("context_length"),
         "tie_word_embeddings": not stated.has("output.weight"),
         epsilon: stated.take(form.epsilon),
-        **{f"{role}_token_id": None if i is None or i >= vocab_size else i for role, i in ids.items()},
+        **{f"{role}_token_id": i if i in range(vocab_size) else None for role, i in ids.items()},
         **form.fields(stated),
     }
     stated.check_all_read()

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from outrider.errors import ModelCorrupt, UnsupportedModel
 from outrider.models.gguf.splitters import SPLITTERS, Splitter
+from outrider.models.kinds import ids_of
 from outrider.text.fast_tokenizer import FastTokenizer
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ _FILL_IN = {
     "fim_rep": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
     "fim_sep": ("<|file_sep|>",),
 }
+_END_KEYS = ("eot_token_id", "eom_token_id", "eos_token_ids", *(f"{key}_token_id" for key in _FILL_IN))
 _CODE_NAMES = frozenset(
     "<|fim_prefix|> <fim-prefix> <fim_prefix> <｜fim▁begin｜> <PRE> ▁<PRE> <|code_prefix|> <|prefix|> "
     "<|fim_suffix|> <fim-suffix> <fim_suffix> <｜fim▁hole｜> <SUF> ▁<SUF> <|code_suffix|> <|suffix|> "
@@ -89,6 +91,8 @@ def _vocabulary(metadata: Mapping[str, Any], name: str) -> _Vocabulary:
     for key, value in metadata.items():
         if key.startswith("tokenizer.") and key not in _KNOWN and not key.startswith(f"{_TEMPLATE}."):
             raise UnsupportedModel(f"{name} states {key} = {value!r:.60}, which is not known: its tokens may differ")
+        if key.startswith(f"{_GGML}add_") and not isinstance(value, bool):
+            raise ModelCorrupt(f"{name} states {key} = {value!r:.60}, neither true nor false: the file is damaged")
     if missing := {"tokens", "scores" if stated["model"] == "llama" else "merges"} - stated.keys():
         raise ModelCorrupt(f"{name} states no {_GGML}{min(missing)}, so that its text cannot be tokenized")
     if not all(texts):
@@ -127,7 +131,7 @@ class _Vocabulary:
     def text_of(self, role: str) -> str | None:
         """The token of a role; None if there is none."""
         index, num = self.stated.get(f"{role}_token_id"), len(self.texts)
-        if index is not None and index >= num:
+        if index is not None and not 0 <= index < num:
             _LOG.warning("%s: %s_token_id = %d is no token: it is left out", self.name, role, index)
             index = None
         if index is None:
@@ -217,20 +221,19 @@ class _Vocabulary:
         ]
 
 
-def end_ids(metadata: Mapping[str, Any], eos_id: int | None) -> list[int]:
+def end_ids(metadata: Mapping[str, Any], eos_id: int | None, name: str) -> list[int]:
     """Ids of a file's end tokens: first that of the tokenizer, which has a default where the file states none. Besides
     the ids in its metadata, these are tokens that are known by name: converters write one end, and chat models have
-    several (``special_eog_ids`` in llama.cpp)."""
+    several (``special_eog_ids`` in llama.cpp). Raises ModelCorrupt: a value is something else."""
     tokens: list[str] = metadata["tokenizer.ggml.tokens"]
     known = END_NAMES.union(*_FILL_IN.values())
     ids = {token: i for i, token in enumerate(tokens) if token in known}
-    found = [eos_id, *(metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("eot", "eom"))]
-    found += metadata.get("tokenizer.ggml.eos_token_ids", ())
+    stated = {key: ids_of(name, metadata.get(_GGML + key), _GGML + key) for key in _END_KEYS}
+    found = ids_of(name, eos_id) + stated["eot_token_id"] + stated["eom_token_id"] + stated["eos_token_ids"]
     for key, names in _FILL_IN.items():
-        stated = metadata.get(f"tokenizer.ggml.{key}_token_id")
-        found += [ids[name] for name in names if name in ids][:1] if stated is None else [stated]
-    found += [ids[name] for name in sorted(END_NAMES & ids.keys())]
-    ends = [i for i in dict.fromkeys(found) if i is not None and i < len(tokens)]
+        found += stated[f"{key}_token_id"] or [ids[one] for one in names if one in ids][:1]
+    found += [ids[one] for one in sorted(END_NAMES & ids.keys())]
+    ends = [i for i in dict.fromkeys(found) if 0 <= i < len(tokens)]
     named = {tokens[i] for i in ends}
     # No ends are that of a channel, and a tag of HTML:
     is_channel = named & {"<|call|>", "<|calls|>"} and named & {"<|return|>", "<|flush|>"}
