@@ -177,7 +177,7 @@ def test_load_refuses_weights_under_other_names(folder: Path) -> None:
 
 def test_an_adapter_beside_a_model_of_the_hub(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The cache has only the files that were asked for."""
-    monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda _, name: shutil.copy(folder / name, tmp_path))
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda _, name, **__: shutil.copy(folder / name, tmp_path))
     _alter(folder / "adapter_config.json", {})
     with pytest.raises(UnsupportedModel, match="org/model is a PEFT adapter of its base, or has one beside it"):
         outrider.load("org/model")

@@ -41,19 +41,6 @@ _ROPES: list[Fields] = [
 _UNREAD = {"moe_intermediate_size": "olmoe", "decoder_sparse_step": "qwen3_5_moe_text"}
 
 
-def _of_older_release(stated: Fields) -> Fields:
-    """The same fields, with rope as older releases write them."""
-    older = copy.deepcopy(stated)
-    rope = older.pop("rope_parameters", None) or {}
-    if "full_attention" in rope:
-        older["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
-        rope = rope["full_attention"]
-    older |= {name: rope.pop(name) for name in ("rope_theta", "partial_rotary_factor") if name in rope}
-    if rope.get("rope_type", "default") != "default":
-        older["rope_scaling"] = rope | {"type": rope["rope_type"]}
-    return older
-
-
 def _check(stated: Fields) -> bool:
     """Whether there is a plan, which must be that of Transformers' configuration, unless this refuses the fields."""
     try:
@@ -74,16 +61,13 @@ def test_plans_are_those_of_transformers_configurations(family: str) -> None:
         stated: Fields = configuration(family, SIZES | fields).to_dict()
         stated = {field: value for field, value in stated.items() if _UNREAD.get(field) != family}
         assert _check(stated), name
-        assert not _check(stated | {"unknown_to_plans": 4}), name
-        older = _of_older_release(stated)
-        # Transformers reads one of the two ropes alone in older files of OLMo 3.
-        for form in (stated,) if family == "olmo3" else (stated, older):
-            assert not _check(form | {"unknown_to_plans": False}), name
-            for left_out in form:
-                _check({field: value for field, value in form.items() if field != left_out})
-            assert _check(form) or FAMILIES[family].has_scaled_rope, name
+        for value in (4, False):
+            assert not _check(stated | {"unknown_to_plans": value}), name
+        for left_out in stated:
+            _check({field: value for field, value in stated.items() if field != left_out})
         rest = {field: value for field, value in stated.items() if field not in _OF_ROPE}
-        assert any([_check(rest | rope) for rope in _ROPES]) or FAMILIES[family].has_scaled_rope
+        has_plans = [_check(rest | rope) for rope in _ROPES]
+        assert has_plans[1] or FAMILIES[family].has_scaled_rope  # of the form of most files
 
 
 @pytest.mark.parametrize(

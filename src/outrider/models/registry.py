@@ -175,8 +175,9 @@ def hub_file(hub: str, name: str, revision: str | None = None) -> Path | None:
         is_listed = name in [file.path for file in library.get_cached_repo_tree(hub, revision=revision)]
     except Exception:  # files that were fetched one by one leave no list
         is_listed = False
-        # Weights and configurations that lack are reported where they are loaded.
-        if "safetensors" not in name and isinstance(cached("config.json"), str):
+        # Weights that lack are reported where they are loaded; and few models have an adapter beside them.
+        is_told = "safetensors" not in name and not name.startswith("adapter")
+        if is_told and isinstance(cached("config.json"), str):
             _LOG.warning("%s is loaded without %s: it is not in the cache, and there is no network", hub, name)
     if is_listed:
         lacks = "is not in the local cache, and cannot be fetched: check the network"
