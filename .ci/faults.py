@@ -29,7 +29,7 @@ FAULTS = [
      "runtime decoding"),
     ("runtime/cache.py", "return min(num_tokens, int(self.anchors[slot])) if self.has_states else num_tokens",
      "return num_tokens", "decoding"),
-    ("models/families/parts.py", "return int(config.sliding_window)", "return int(config.sliding_window) + 1", "native"),
+    ("models/families/parts.py", "return int(config.sliding_window)", "return config.sliding_window + 1", "native"),
     # Scheduler and loop
     ("decoding/scheduler.py", "row.request.prompt_ids[:-1] if", "row.request.prompt_ids if", "decoding"),
     ("decoding/scheduler.py", "() if one.row.is_spoilt else one.held", "one.held", "decoding"),
